@@ -64,18 +64,18 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.docs.generate --check
+	$(BIN)/python -m tests.project.docs.generate --check
 	$(BIN)/mkdocs build --strict
 
 fresh:
-	@$(PYTHON) -m tests.fresh $(ARGS)
+	@$(PYTHON) -m tests.project.fresh $(ARGS)
 
 check-next: venv
-	$(BIN)/python -m tests.next $(ARGS)
+	$(BIN)/python -m tests.project.next $(ARGS)
 
 .PHONY: docs
 docs: venv
-	$(BIN)/python -m tests.docs.generate $(or $(ARGS),--check)
+	$(BIN)/python -m tests.project.docs.generate $(or $(ARGS),--check)
 	$(BIN)/mkdocs build --strict
 
 # Commits to a branch of this clone and pushes nothing.  mike calls mkdocs by PATH; it copies, because
@@ -107,7 +107,7 @@ bench: venv
 
 .PHONY: compose
 compose: venv
-	$(BIN)/python -m pytest -m compose -s tests/docker/fleet $(ARGS)
+	$(BIN)/python -m pytest -m compose -s tests/project/docker/fleet $(ARGS)
 
 multinode: venv
 	$(BIN)/python -m pytest tests/multinode $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pdconn.lab.model import write_model
+from pdconn.tools.lab.model import write_model
 
 
 def main(directory: Path) -> None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pdconn.forecast.memory import LAYOUTS
 from pdconn.lifecycle.lease import MIN_TTL_S
+from pdconn.planning.layouts import LAYOUTS
 from pdconn.puller.verification import Verify
 from transport.choose import WANTED
 

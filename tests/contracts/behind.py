@@ -22,10 +22,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.demo import DemoPlan, demo_specs
-from pdconn.lab.engine import Engine, running
-from pdconn.lab.model import write_model
-from pdconn.lab.ports import free_ports
+from pdconn.tools.lab.demo import DemoPlan, demo_specs
+from pdconn.tools.lab.engine import Engine, running
+from pdconn.tools.lab.model import write_model
+from pdconn.tools.lab.ports import free_ports
 
 WORDS = ("one", "two", "three", "prefill", "decode", "window", "block")
 START_S = 120.0

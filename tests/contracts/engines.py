@@ -44,11 +44,11 @@ with warnings.catch_warnings():
     from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.metadata import PdHandshake
 
-from pdconn.lab.ports import free_ports
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, Command, FailPull
 from pdconn.sidechannel.security import Security
+from pdconn.tools.lab.ports import free_ports
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
 from tests.vllm.producer.scheduler import Pool

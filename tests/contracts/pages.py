@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.config import KVTransferConfig
 
-from tests.docs.generate import DOCS
+from tests.project.docs.generate import DOCS
 
 BEHIND = DOCS / "behind"
 _FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -33,9 +33,9 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.connector import PdconnConnector
 
-from pdconn.lab.ports import free_ports
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
+from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.plugin import register
 from tests.contracts.engines import (

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from pdconn.vllm.config import ConfigError, read_settings
 from tests.contracts.pages import BEHIND, configs, given_configs, manifests, pages
 from tests.contracts.recorded import ROUTERS
-from tests.docs.generate import DOCS, ROOT
+from tests.project.docs.generate import DOCS, ROOT
 
 OURS = ("pdconn.vllm", "pdconn.vllm.nixl")
 PAGES = [page.name for page in pages()]

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdconn.lab.ports import free_ports
 from pdconn.router.fleet.pull_counts import FAILED, PULL_CAUSES, PULLS
+from pdconn.tools.lab.ports import free_ports
 
 MODEL = "m"
 

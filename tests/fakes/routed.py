@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdconn.lab.ports import free_ports
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import PrefixAware
 from pdconn.router.routing.routed_request import Decision, Outcome
+from pdconn.tools.lab.ports import free_ports
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.event_loop import until
 from tests.fakes.fake_engine import ANSWER, FakeEngine, error

@@ -25,13 +25,13 @@ import pytest
 
 from pdconn.faults.frames import MessageFaults
 from pdconn.faults.relay import Relays
-from pdconn.lab.ports import free_ports
 from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import CancelPull
 from pdconn.puller.peers import PeerTable
 from pdconn.puller.pulls import Pulls
+from pdconn.tools.lab.ports import free_ports
 from tests.fakes.model_free_engines import Decode, Prefill, until
 from tests.faults.footprint import MIB, Footprint
 from tests.transport.contract.rigs import nixl_options

@@ -1,4 +1,4 @@
-"""``running`` for tests: as :func:`pdconn.lab.engine.running`, with engines that are forked."""
+"""``running`` for tests: :func:`pdconn.tools.lab.engine.running`, with engines that are forked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import IO
 
-from pdconn.lab import engine as lab
-from pdconn.lab.process import Process, RunningKeeper
+from pdconn.tools.lab import engine as lab
+from pdconn.tools.lab.process import Process, RunningKeeper
 from tests.forked.server import MESSAGE_NBYTES
 
 API_SERVER = "vllm.entrypoints.openai.api_server"

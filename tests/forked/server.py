@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from pdconn.lab import keeper
+from pdconn.tools.lab import keeper
 
 MESSAGE_NBYTES = 1 << 20
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.process import Process
+from pdconn.tools.lab.process import Process
 from tests.forked.engines import ForkedProcess
 from tests.forked.server import variables_read
 

@@ -85,7 +85,7 @@ class Request:
 
 
 def as_bytes(labels: NDArray[np.int64], none: int, instead: int) -> U8:
-    """A byte below 200 for every label: SplitMix64, as of ``pdconn.bench.transfer.arena``."""
+    """A byte below 200 for every label: SplitMix64, as of ``pdconn.tools.bench.transfer.arena``."""
     words = labels.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.model import write_model
+from pdconn.tools.lab.model import write_model
 from tests.multinode.namespaces import why_not
 from tests.multinode.topology import Cluster, cluster
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.lab.client import Client
-from pdconn.lab.compare import spread_lengths
-from pdconn.lab.errors import LabError
-from pdconn.lab.model import write_model
-from pdconn.lab.table import table
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.compare import spread_lengths
+from pdconn.tools.lab.errors import LabError
+from pdconn.tools.lab.model import write_model
+from pdconn.tools.lab.table import table
 from tests.multinode.namespaces import NetworkFailed, why_not
 from tests.multinode.topology import (
     DECODE,

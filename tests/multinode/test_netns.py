@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import Answer, spread_lengths
-from pdconn.lab.errors import RequestRefused
-from tests.docker.dashboard import asked, dashboard, expressions
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.compare import Answer, spread_lengths
+from pdconn.tools.lab.errors import RequestRefused
 from tests.multinode.namespaces import why_not
 from tests.multinode.topology import (
     BLOCK,
@@ -29,6 +28,7 @@ from tests.multinode.topology import (
     fresh_prompts,
     until,
 )
+from tests.project.docker.dashboard import asked, dashboard, expressions
 
 _WHY_NOT = why_not()
 pytestmark = [

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pdconn.lab.client import Client, prefill_then_decode
-from pdconn.lab.compare import Answer, compare, make_prompts
-from pdconn.lab.engine import Engine, running
-from pdconn.lab.proxy import admin_url, running_proxy
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, prefill_then_decode
+from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.engine import Engine, running
+from pdconn.tools.lab.proxy import admin_url, running_proxy
+from pdconn.tools.lab.spec import EngineSpec
 from tests.multinode.namespaces import Machine, Network
 from tests.vllm.engines.engines import cache_beside, transfer_config
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.cli.main import main
 from pdconn.lender.server import Lender
 from pdconn.planning.compare import compare
 from pdconn.protocol.compat import (
@@ -23,6 +22,7 @@ from pdconn.protocol.compat import (
 )
 from pdconn.protocol.messages import PROTOCOL_VERSION, Described, RankGeometry, Welcome
 from pdconn.sidechannel.describe import describe
+from pdconn.tools.cli.main import main
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.layouts import layout_memory
 from tests.fakes.pair import Pair

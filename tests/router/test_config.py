@@ -15,7 +15,7 @@ from pdconn.router.fleet.sources import DnsName, Static, WatchedFile
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.routing.policy import POLICIES, PrefixAware
 from pdconn.router.server import running_proxy
-from tests.docker.test_compose import proxy_config
+from tests.project.docker.test_compose import proxy_config
 
 URLS = (["http://p:1"], ["http://d:1"])
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pdconn.cli.main import main
 from pdconn.lender.server import Lender
 from pdconn.protocol.auth import Secret
 from pdconn.protocol.messages import RankGeometry, Welcome
@@ -26,6 +25,7 @@ from pdconn.sidechannel.security import (
     Unprotected,
     is_loopback,
 )
+from pdconn.tools.cli.main import main
 from pdconn.vllm.config import ConfigError, read_settings
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.credentials import FOREIGN, OPEN, OTHER, SECRET, SHARED, Authority

@@ -14,7 +14,7 @@ from pdconn.store.format.footer import Footer, encode_footer
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.verify import RowState, check_row, footer_of
-from tests.cli.stored_rows import BLOCK, NAMESPACE, file_of, full, prompt, save
+from tests.tools.cli.stored_rows import BLOCK, NAMESPACE, file_of, full, prompt, save
 
 NAME: RowName = full(prompt(1, 3), [2])[0]
 

@@ -25,9 +25,9 @@ from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.reader import Checks
 from pdconn.integrity.sums import Terms
-from pdconn.lab.table import table
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
+from pdconn.tools.lab.table import table
 from registration.references import (
     AttentionKind,
     GroupMemory,

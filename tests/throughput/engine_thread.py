@@ -39,13 +39,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import make_prompts
-from pdconn.lab.engine import Engine, running
-from pdconn.lab.model import SPECS, write_model
-from pdconn.lab.ports import free_ports
-from pdconn.lab.spec import EngineSpec
-from pdconn.lab.table import table
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.engine import Engine, running
+from pdconn.tools.lab.model import SPECS, write_model
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.spec import EngineSpec
+from pdconn.tools.lab.table import table
 from tests.throughput.engines.partner import LendingPartner, PullingPartner, described
 from tests.throughput.engines.pinned import pin
 

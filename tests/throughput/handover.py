@@ -22,12 +22,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdconn.bench.serving.lineup import CONNECTORS, CORES, engine_specs
-from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.engine import running
-from pdconn.lab.errors import RequestRefused
-from pdconn.lab.model import SPECS, write_model
-from pdconn.lab.quiet import Neighbours, wait_for_quiet
+from pdconn.tools.bench.serving.lineup import CONNECTORS, CORES, engine_specs
+from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.engine import running
+from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.model import SPECS, write_model
+from pdconn.tools.lab.quiet import Neighbours, wait_for_quiet
 from tests.throughput.engines.contestants import ALONE, Contestant, Taken, contestants
 from tests.throughput.engines.results import RIVALS, Results, verdicts
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pdconn.lab.table import table
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
+from pdconn.tools.lab.table import table
 from registration.references import (
     AttentionKind,
     GroupMemory,

@@ -28,14 +28,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.lab.client import Client, Timed
-from pdconn.lab.compare import compare
-from pdconn.lab.engine import Engine, running
-from pdconn.lab.model import write_model
-from pdconn.lab.ports import LOCALHOST, free_ports
-from pdconn.lab.proxy import admin_url, running_proxy
-from pdconn.lab.spec import EngineSpec
-from pdconn.lab.table import table
+from pdconn.tools.lab.client import Client, Timed
+from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.engine import Engine, running
+from pdconn.tools.lab.model import write_model
+from pdconn.tools.lab.ports import LOCALHOST, free_ports
+from pdconn.tools.lab.proxy import admin_url, running_proxy
+from pdconn.tools.lab.spec import EngineSpec
+from pdconn.tools.lab.table import table
 
 BLOCK = 32
 VOCABULARY = 1990

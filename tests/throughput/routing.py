@@ -24,11 +24,11 @@ from pathlib import Path
 
 import msgspec
 
-from pdconn.lab.table import table
 from pdconn.router.prefix.events import decode_batch
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Prompt, Scorer
+from pdconn.tools.lab.table import table
 
 WINDOW = 1024
 NOISE = 200_000

@@ -28,19 +28,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.bench.transfer.arena import BenchMemory
-from pdconn.bench.transfer.paths import PATHS
-from pdconn.bench.transfer.workload import Workload, extent, placed
-from pdconn.forecast.engine import parse_engine
-from pdconn.forecast.shapes import built_in
-from pdconn.lab.ports import LOCALHOST
-from pdconn.lab.table import table
 from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
+from pdconn.tools.bench.transfer.arena import BenchMemory
+from pdconn.tools.bench.transfer.paths import PATHS
+from pdconn.tools.bench.transfer.workload import Workload, extent, placed
+from pdconn.tools.lab.ports import LOCALHOST
+from pdconn.tools.lab.table import table
+from pdconn.tools.plan.engine import parse_engine
+from pdconn.tools.plan.shapes import built_in
 
 TRAITS = {"model": "waterfall"}
 PATIENCE_S = 60.0

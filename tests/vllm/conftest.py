@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.lab.ports import free_ports
 from pdconn.protocol.messages import RankGeometry, Welcome
+from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.producer import ProducerScheduler
 from tests.fakes.pair import Cache

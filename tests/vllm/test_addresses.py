@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.ports import free_ports
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.sidechannel.advertise import NoAdvertisedHost
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security, Unprotected
+from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.producer import ProducerScheduler
 from tests.fakes.pair import Cache
 from tests.vllm.producer.scheduler import Pool, request

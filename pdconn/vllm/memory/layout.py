@@ -2,7 +2,7 @@
 
 vLLM asks the connector's class once, before memory is laid out.  ``VLLM_KV_CACHE_LAYOUT`` goes
 before our answer, and a layout that a backend does not read is dropped with a warning, so a
-preference never stops an engine.  See :mod:`pdconn.forecast.memory` for which it is and why; the
+preference never stops an engine.  See :mod:`pdconn.tools.plan.memory` for which it is and why; the
 key ``layout`` replaces it.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
-from pdconn.forecast.memory import PREFERRED
+from pdconn.planning.layouts import PREFERRED
 from pdconn.vllm.config import read_layout
 from pdconn.vllm.values import NO_LAYOUT, OUR_LAYOUT
 from registration.references import KVCacheDataReference, KVCacheGroupReference, KVCacheReferences

@@ -32,7 +32,7 @@ from aiohttp import web
 from vllm.distributed.kv_events import ZmqEventPublisher
 from vllm.v1.request import Request
 
-from pdconn.lab.ports import LOCALHOST, free_ports
+from pdconn.tools.lab.ports import LOCALHOST, free_ports
 from tests.fakes.simulated.sim_cache import CacheShape, SimCache
 
 MODEL = "sim"

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from tests.gpu.kit.slim import slimmed
 from tests.gpu.kit.vllm_files import files_of, packed
-from tests.next.tree import NotHad, pip_download
+from tests.project.next.tree import NotHad, pip_download
 
 ROOT = Path(__file__).parents[3]
 KIT, DOWNLOADS = ROOT / ".gpu-kit", ROOT / ".work" / "gpu-kit"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.ports import free_ports
 from pdconn.lender.server import Lender
 from pdconn.protocol.auth import Secret
 from pdconn.puller.warmup_state import Place
 from pdconn.sidechannel.security import Security
+from pdconn.tools.lab.ports import free_ports
 from tests.fakes.credentials import Authority
 from tests.puller.warmup.warm_pair import SECONDS, WarmPair, until_warm
 

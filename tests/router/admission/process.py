@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdconn.lab.proxy import running_proxy
+from pdconn.tools.lab.proxy import running_proxy
 from tests.fakes.fake_engine import FakeEngine, Leases
 
 

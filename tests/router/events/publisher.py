@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pdconn.lab.ports import free_ports
+from pdconn.tools.lab.ports import free_ports
 
 encode = msgspec.msgpack.encode
 END = (-1).to_bytes(8, "big", signed=True)

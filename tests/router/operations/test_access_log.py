@@ -15,13 +15,13 @@ from contextlib import suppress
 import pytest
 from aiohttp import web
 
-from pdconn.cli.logs import JsonFormatter
 from pdconn.router.access.log import KeyValues
+from pdconn.tools.cli.logs import JsonFormatter
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, MODEL, stream_of
 
-PDCONN = [sys.executable, "-m", "pdconn.cli.main"]
+PDCONN = [sys.executable, "-m", "pdconn.tools.cli.main"]
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import socket
 import aiohttp
 import pytest
 
-from pdconn.lab.ports import free_ports
 from pdconn.router.admission.listener import ADMIN_LIMITS
 from pdconn.router.config import ADMIN_ABOVE, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen
 from pdconn.router.prefix.hashing import chain, external
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
 from pdconn.router.server import running_proxy
+from pdconn.tools.lab.ports import free_ports
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.routed import ASKED, PROMPT, SCHEME, Fleet, fleet

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.test_monitoring import PROMTOOL, fired_by, promtool_says
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.fake_engine import error, stream_of
+from tests.project.deploy.test_monitoring import PROMTOOL, fired_by, promtool_says
 
 EACH = 10
 

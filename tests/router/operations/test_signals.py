@@ -22,7 +22,7 @@ from pdconn.router.fleet.sources import FleetWatch, WatchedFile
 from pdconn.router.reload import Reloader
 from tests.fakes.event_loop import in_loop
 
-PDCONN = [sys.executable, "-m", "pdconn.cli.main"]
+PDCONN = [sys.executable, "-m", "pdconn.tools.cli.main"]
 WORDS = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
 
 
@@ -126,7 +126,7 @@ def test_sighup_is_harmless_before_the_proxy_runs_and_ends_other_commands(
     """The proxy's modules take some tenths of a second to load."""
     text = f"""
 import os, signal
-from pdconn.cli.main import main
+from pdconn.tools.cli.main import main
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 try:
     main([{command!r}, "--help"])

@@ -19,10 +19,10 @@ from pdconn.store.format.names import RowKind
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
-from tests.cli.stored_rows import LAYOUT, prompt
 from tests.store.joined.rig import FakeEngine, until_ready
 from tests.store.joined.test_joined import SETTINGS
 from tests.store.joined.test_joined import prompt as tokens_of
+from tests.tools.cli.stored_rows import LAYOUT, prompt
 
 NUM_FULL = 4
 """Rows of full attention of 300 tokens; as many of windows are saved behind them."""

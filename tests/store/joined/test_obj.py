@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.cli.main import main
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.obj import bucket as bucket_module
 from pdconn.store.shelf.obj import data as data_module
 from pdconn.store.shelf.obj.bucket import BucketPlace
+from pdconn.tools.cli.main import main
 from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 from tests.store.joined.test_joined import SETTINGS, prompt
 from tests.store.shelves.obj.s3_server import Relay, S3Server

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pdconn.bench.serving.lineup import assign_engines
-from pdconn.lab.client import ASK_FOR_REMOTE_DECODE, Client, Timed, prefill_only
-from pdconn.lab.engine import Engine
+from pdconn.tools.bench.serving.lineup import assign_engines
+from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, Timed, prefill_only
+from pdconn.tools.lab.engine import Engine
 
 #: The answer goes on after its first token, as answers do.
 ANSWER_TOKENS = 8

@@ -21,10 +21,6 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from pdconn.bench.transfer.arena import BenchMemory
-from pdconn.bench.transfer.paths import PATHS
-from pdconn.bench.transfer.workload import extent, placed
-from pdconn.lab.ports import LOCALHOST
 from pdconn.lender.server import Lender
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Described, RankGeometry, Welcome
@@ -32,6 +28,10 @@ from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
+from pdconn.tools.bench.transfer.arena import BenchMemory
+from pdconn.tools.bench.transfer.paths import PATHS
+from pdconn.tools.bench.transfer.workload import extent, placed
+from pdconn.tools.lab.ports import LOCALHOST
 from pdconn.vllm.prompt import prompt_digest
 
 TTL_S = 60.0

@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.bench.serving.lineup import CORES
-from pdconn.lab.compare import make_prompts
-from pdconn.lab.engine import running
-from pdconn.lab.model import SPECS, write_model
-from pdconn.lab.table import table
+from pdconn.tools.bench.serving.lineup import CORES
+from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.engine import running
+from pdconn.tools.lab.model import SPECS, write_model
+from pdconn.tools.lab.table import table
 from tests.throughput.first_request.kinds import (
     ALONE,
     KINDS,

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pdconn.bench.serving.lineup import engine_specs
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import make_prompts
-from pdconn.lab.engine import Engine
-from pdconn.lab.proxy import running_proxy
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.bench.serving.lineup import engine_specs
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.proxy import running_proxy
+from pdconn.tools.lab.spec import EngineSpec
 
 ALONE = "alone"
 TWO = "two"
@@ -30,7 +30,7 @@ class Kind:
     """Which engines, and what they did before their first request.
 
     Attributes:
-        connector: of the pair, see ``pdconn.bench.serving.lineup``; None has none.
+        connector: of the pair, see ``pdconn.tools.bench.serving.lineup``; None has none.
         pair: whether they are two.
         keys: our own keys of both engines' configuration.
         warms: decode names prefill in ``warm_peers``.

@@ -45,8 +45,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pdconn.lab.engine import running
-from pdconn.lab.model import SPECS
+from pdconn.tools.lab.engine import running
+from pdconn.tools.lab.model import SPECS
 from tests.throughput.engine_thread import description_of, engine_spec, steps_of
 from tests.throughput.engines.partner import LendingPartner, PullingPartner, described
 from tests.throughput.engines.pinned import pin

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdconn.lab.client import Client, lend_prefix
-from pdconn.lab.compare import make_prompts
-from pdconn.lab.engine import Engine
-from pdconn.lab.spec import SERVED_NAME
+from pdconn.tools.lab.client import Client, lend_prefix
+from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.spec import SERVED_NAME
 from tests.throughput.engines.partner import LendingPartner, PullingPartner
 from tests.throughput.engines.pinned import engine_core, threads_of
 

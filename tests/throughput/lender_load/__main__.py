@@ -28,10 +28,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.bench.percentile import percentile
-from pdconn.lab.ports import LOCALHOST
 from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
+from pdconn.tools.bench.percentile import percentile
+from pdconn.tools.lab.ports import LOCALHOST
 from tests.fakes.pair import TRAITS, Cache
 from tests.throughput.engines.threads import cpu_clock
 from tests.throughput.lender_load.bare import BareLender

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from pdconn.lab.ports import LOCALHOST
 from pdconn.lender.pace import PERIOD_S
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import Granted, encode
+from pdconn.tools.lab.ports import LOCALHOST
 
 _REPLY = frame(encode([Granted(1, "r123456", "p123456", 30_000)]))
 _CHUNK = 4096

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdconn.bench.percentile import percentile
-from pdconn.lab.ports import LOCALHOST
 from pdconn.lifecycle.pull import RENEWALS_PER_TTL, RENEWS_ALONG_FROM
 from pdconn.protocol.auth import Secret
 from pdconn.protocol.messages import (
@@ -34,6 +32,8 @@ from pdconn.protocol.messages import (
 from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.dial import MAX_REPLIES, connecting_to, resolve
 from pdconn.sidechannel.security import Security
+from pdconn.tools.bench.percentile import percentile
+from pdconn.tools.lab.ports import LOCALHOST
 
 SECRET = b"a secret of a benchmark on loopback"
 TTL_S = 30.0

@@ -20,11 +20,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from pdconn.bench.transfer.arena import BenchMemory
-from pdconn.bench.transfer.paths import PATHS
-from pdconn.bench.transfer.workload import Workload, extent, placed
-from pdconn.forecast.engine import EngineShape
-from pdconn.forecast.model import ModelShape, sorts_of
 from pdconn.lender.server import Lender
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
@@ -33,6 +28,11 @@ from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
 from pdconn.sidechannel.security import Security
+from pdconn.tools.bench.transfer.arena import BenchMemory
+from pdconn.tools.bench.transfer.paths import PATHS
+from pdconn.tools.bench.transfer.workload import Workload, extent, placed
+from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.model import ModelShape, sorts_of
 from registration.references import AttentionKind
 from tests.multinode.namespaces import Machine, Network
 

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pdconn.bench.manifest import machine
-from pdconn.bench.manifest import versions as manifest_versions
-from pdconn.lab.errors import LabError
-from pdconn.lab.process import Process
+from pdconn.tools.bench.manifest import machine
+from pdconn.tools.bench.manifest import versions as manifest_versions
+from pdconn.tools.lab.errors import LabError
+from pdconn.tools.lab.process import Process
 from tests.throughput.measured.catalog import Benchmark, Command
 from tests.throughput.measured.record import BenchmarkFailed, NotHere, Record, Run, without
 

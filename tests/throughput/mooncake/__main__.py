@@ -23,8 +23,8 @@ from pathlib import Path
 
 import aiohttp
 
-from pdconn.lab.proxy import running_proxy
-from pdconn.lab.table import table
+from pdconn.tools.lab.proxy import running_proxy
+from pdconn.tools.lab.table import table
 from tests.throughput.mooncake.lines import (
     TRACE_BLOCK,
     Request,

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdconn.lab.proxy import running_proxy
-from pdconn.lab.quiet import Neighbours
+from pdconn.tools.lab.proxy import running_proxy
+from pdconn.tools.lab.quiet import Neighbours
 from tests.throughput.proxy_cost.processes import Fleet, engines
 from tests.throughput.proxy_cost.streams import Taken, Way, take
 

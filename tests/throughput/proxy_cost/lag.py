@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from pdconn.lab.ports import LOCALHOST, free_ports
+from pdconn.tools.lab.ports import LOCALHOST, free_ports
 from tests.throughput.proxy_cost.processes import Fleet, engines, listening
 from tests.throughput.proxy_cost.streams import STREAMS, Way, take
 
@@ -73,12 +73,12 @@ async def _publish(fleet: Fleet, url: str, seconds: float, busy: bool) -> None:
 
 def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     """A router that notes how old each batch is once it has been applied."""
-    from pdconn.cli.proxy.command import _loop_factory
     from pdconn.router.config import ProxyConfig
     from pdconn.router.events.caches import PrefixCaches
     from pdconn.router.events.subscriber import EventSource
     from pdconn.router.prefix.events import Batch
     from pdconn.router.server import running_proxy as in_this_process
+    from pdconn.tools.cli.proxy.command import _loop_factory
 
     seen: list[float] = []
     began, apply = time.time(), PrefixCaches.apply

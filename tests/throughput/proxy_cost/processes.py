@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdconn.lab.ports import LOCALHOST, free_ports, is_free
-from pdconn.lab.process import Process
+from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
+from pdconn.tools.lab.process import Process
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from pdconn.lab.proxy import admin_url
+from pdconn.tools.lab.proxy import admin_url
 from tests.fakes.stream_engine import KNOWN
 
 STREAMS, TOKENS, PROMPT_TOKENS = 32, 200, 1000

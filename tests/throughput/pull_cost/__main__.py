@@ -36,13 +36,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.table import table
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Described, RankGeometry
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
+from pdconn.tools.lab.table import table
 from registration.references import (
     AttentionKind,
     GroupMemory,

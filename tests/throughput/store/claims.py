@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import make_prompts
-from pdconn.lab.engine import running
-from pdconn.lab.model import HANDOVER, write_model
-from pdconn.lab.ports import free_ports
-from pdconn.lab.spec import EngineSpec
-from pdconn.lab.table import table
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.engine import running
+from pdconn.tools.lab.model import HANDOVER, write_model
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.spec import EngineSpec
+from pdconn.tools.lab.table import table
 from tests.vllm.engines.engines import transfer_config
 
 TOKENS = 500

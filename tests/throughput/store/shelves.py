@@ -28,7 +28,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pdconn.lab.table import table
 from pdconn.store.format.footer import Footer, checksum, encode_footer
 from pdconn.store.format.layout import Layer, RowLayout, Section
 from pdconn.store.format.names import NO_KEY, RowKind, RowName
@@ -37,6 +36,7 @@ from pdconn.store.rank.staging import HostArea
 from pdconn.store.rank.store import NUM_READERS
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.transfer import RecentRows
+from pdconn.tools.lab.table import table
 from registration.references import AttentionKind
 
 TOKENS = 256

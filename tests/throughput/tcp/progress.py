@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.puller.read_queue import ChunkSizer
 from pdconn.puller.reads import JobResult, Read, ReadSettled, TransportJobs
+from pdconn.tools.bench.transfer.arena import BenchMemory
 from transport import Memory, PeerId, Spans, Transport
 from transport.nixl.transport import NixlTransport
 from transport.ucx.transport import UcxTransport

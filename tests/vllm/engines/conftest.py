@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client
-from pdconn.lab.engine import Engine
-from pdconn.lab.model import write_model
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.model import write_model
 from tests.vllm.engines.engines import (
     CONFIGURATIONS,
     CORRUPTED_BESIDE,

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import Answer, compare, make_prompts, spread_lengths
-from pdconn.lab.engine import Engine, stop_all, wait_ready
-from pdconn.lab.ports import free_ports
-from pdconn.lab.proxy import running_proxy
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.compare import Answer, compare, make_prompts, spread_lengths
+from pdconn.tools.lab.engine import Engine, stop_all, wait_ready
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.proxy import running_proxy
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import ForkedProcess, running
 
 MAX_MODEL_LEN = 2048

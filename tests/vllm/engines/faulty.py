@@ -26,13 +26,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pdconn.lab.client import Client, prefill_only, prefill_then_decode
-from pdconn.lab.compare import Answer, compare, make_prompts
-from pdconn.lab.engine import Engine, wait_ready
-from pdconn.lab.errors import EngineDied, RequestRefused
-from pdconn.lab.ports import free_ports
-from pdconn.lab.spec import EngineSpec
 from pdconn.protocol.messages import Granted, Welcome
+from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
+from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.engine import Engine, wait_ready
+from pdconn.tools.lab.errors import EngineDied, RequestRefused
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import (
     BLOCK,

@@ -9,10 +9,10 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from pdconn.lab.engine import Engine
-from pdconn.lab.ports import LOCALHOST
 from pdconn.protocol.framing import Frames
 from pdconn.protocol.messages import decode_from_lender, decode_from_reader
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.ports import LOCALHOST
 
 Ticket = Mapping[str, Any]
 

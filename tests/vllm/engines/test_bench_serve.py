@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.cli.main import main
+from pdconn.tools.cli.main import main
 
 WORDS = ["--model", "tiny", "--cores", "one-process", "--prompt", "200", "--output", "4"]
 FEW = ["--requests", "3", "--rounds", "2", "--concurrency", "2"]

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client
-from pdconn.lab.compare import Answer
-from pdconn.lab.engine import Engine
-from pdconn.lab.errors import RequestRefused
 from pdconn.protocol.messages import Confirmed, Granted, Renew
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.compare import Answer
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.errors import RequestRefused
 from tests.vllm.engines.engines import Expected, Prompt
 from tests.vllm.engines.faulty import (
     CLAIM_TIMEOUT_S,

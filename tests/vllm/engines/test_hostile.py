@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import pdconn
-from pdconn.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only
-from pdconn.lab.compare import compare
+from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only
+from pdconn.tools.lab.compare import compare
 from tests.vllm.engines.engines import Expected, PdPair, Prompt, one_after_another
 
 PROMPT: Prompt = tuple(range(300, 420))

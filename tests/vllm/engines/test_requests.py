@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pdconn.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only, prefill_then_decode
-from pdconn.lab.compare import compare
-from pdconn.lab.errors import RequestRefused
 from pdconn.protocol.auth import Secret
 from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.credentials import load_secret
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
+from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only, prefill_then_decode
+from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.errors import RequestRefused
 from tests.vllm.engines.engines import (
     LEASE_S,
     MAX_TOKENS,

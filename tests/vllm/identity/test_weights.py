@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 from huggingface_hub import ResolvedRevision, constants, snapshot_download
 
-from pdconn.lab.model import write_model
+from pdconn.tools.lab.model import write_model
 from pdconn.vllm.identity.weights import engine_weights, started_at, weights_of
 from tests.vllm.identity.hub import NEW, OLD, REPO, add_commit, tuned
 from tests.vllm.store.configured import config

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.ports import free_ports
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.prefix import ticket_from
 from pdconn.protocol.ticket import MAX_CUTS, BlockList, Ticket, TicketCut, parse_ticket
+from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.answers import LendableAnswer, LentAnswers

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.ports import free_ports
 from pdconn.puller import reader_thread
+from pdconn.tools.lab.ports import free_ports
 from tests.vllm.memory.sleeping import Core, Deaf, Engines, fall_asleep, greet, wake_up
 from tests.vllm.runner.rig import LENT, PULLED, rig
 from transport import BackendFailure

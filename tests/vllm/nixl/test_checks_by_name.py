@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.supported import check_supported
 
 from pdconn.vllm.config import ConfigError
-from tests.docs.generate import DOCS
+from tests.project.docs.generate import DOCS
 from tests.vllm.test_supported import config
 
 NAME = "NixlConnector"

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.docs.generate import DOCS
+from tests.project.docs.generate import DOCS
 from tests.vllm.nixl.test_checks_by_name import installed
 
 NIXL = "distributed/kv_transfer/kv_connector/v1/nixl/"

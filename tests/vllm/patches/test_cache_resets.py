@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pdconn.lab.ports import free_ports
+from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError
 from tests.vllm.patches.vllm_scheduler import (
     Engine,

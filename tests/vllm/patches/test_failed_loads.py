@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pdconn.lab.ports import free_ports
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import AbandonPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.results import NO_RESULTS, ClaimOutcome, FailedPull, PullResults
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prompt_digest

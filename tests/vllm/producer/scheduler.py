@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pdconn.lab.ports import free_ports
+from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.producer import ProducerScheduler
 from tests.fakes.simulated.requests import vllm_request

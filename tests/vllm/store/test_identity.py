@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.store.identity import _Plain
 
-from pdconn.lab.model import write_model
+from pdconn.tools.lab.model import write_model
 from pdconn.vllm.identity.files import weights_digest
 from pdconn.vllm.store.identity import namespace_of, salted
 from tests.vllm.store.configured import TRAITS, config, layout, named, proven

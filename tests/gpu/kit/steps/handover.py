@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.model import TINY, ModelSpec, write_model
-from pdconn.lab.ports import free_ports
+from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.model import TINY, ModelSpec, write_model
+from pdconn.tools.lab.ports import free_ports
 from tests.gpu.kit.engine_process import EngineProcess, end_at_sigterm
 from tests.gpu.kit.found import Found, step_arguments
 from tests.gpu.kit.steps.vllm import PREFILL, TOLERANCE, answer_of, transfer_config

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.compare import Answer, compare, make_prompts
-from pdconn.lab.model import TINY, write_model
-from pdconn.lab.ports import free_ports
+from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.model import TINY, write_model
+from pdconn.tools.lab.ports import free_ports
 from tests.gpu.kit.engine_process import EngineProcess, end_at_sigterm
 from tests.gpu.kit.found import Found, step_arguments
 from tests.vllm.engines.families.models import GRANITE_4_H
@@ -31,7 +31,7 @@ LENGTHS = {"cuda": (5, 33, 64, 200, 700, 1500), "cpu": (5, 70)}
 TOKENS = {"cuda": 8, "cpu": 3}
 TOLERANCE = {"cuda": 0.02, "cpu": 1e-3}
 """In nats, between right answers: kernels for one token and for many sum in another order.
-Changing the first of 3000 tokens moves an answer by more than 0.1 (``pdconn.lab.model``)."""
+Changing the first of 3000 tokens moves an answer by more than 0.1 (``pdconn.tools.lab.model``)."""
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PROGRAMS = {
     "python": (sys.executable,),
-    "pdconn": (sys.executable, "-m", "pdconn.cli.main"),
+    "pdconn": (sys.executable, "-m", "pdconn.tools.cli.main"),
 }
 
 

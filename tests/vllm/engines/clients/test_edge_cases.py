@@ -22,12 +22,12 @@ from urllib.request import urlopen
 
 import pytest
 
-from pdconn.lab.client import Client
-from pdconn.lab.engine import Engine
-from pdconn.lab.ports import free_ports
-from pdconn.lab.process import Process
-from tests.next.sdist import obtain
-from tests.next.tree import NotHad
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.process import Process
+from tests.project.next.sdist import obtain
+from tests.project.next.tree import NotHad
 from tests.vllm.engines.engines import PdPair
 
 pytestmark = pytest.mark.matrix

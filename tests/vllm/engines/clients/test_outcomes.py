@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from pdconn.lab.proxy import admin_url
 from pdconn.router.routing.routed_request import Fault, RequestEnd
+from pdconn.tools.lab.proxy import admin_url
 from tests.vllm.engines.engines import PdPair
 
 ONE_PAIR = pytest.mark.only(layout="BHLNC", prefix_caching=True)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import Answer, make_prompts
-from pdconn.lab.engine import Engine, wait_ready
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.compare import Answer, make_prompts
+from pdconn.tools.lab.engine import Engine, wait_ready
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, Handover, Prompt, engine

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client, lend_prefix, prefill_then_decode
-from pdconn.lab.compare import TOLERANCE, Answer, Mismatch, compare
-from pdconn.lab.ports import free_ports
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, lend_prefix, prefill_then_decode
+from pdconn.tools.lab.compare import TOLERANCE, Answer, Mismatch, compare
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import LEASE_S, cache_beside, transfer_config
 from tests.vllm.engines.families.models import Family

@@ -1,6 +1,6 @@
 """Small models of the families that people deploy, made here with random weights.
 
-As in :mod:`pdconn.lab.model`, scales are such that answers depend on the whole prompt and
+As in :mod:`pdconn.tools.lab.model`, scales are such that answers depend on the whole prompt and
 differ from prompt to prompt: attention is broad, mixers add as much to the residual stream as
 the current token's embedding, and logits spread over several nats.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdconn.lab.model import ModelSpec, _write_tokenizer
+from pdconn.tools.lab.model import ModelSpec, _write_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_then_decode
-from pdconn.lab.compare import compare, distance, make_prompts
-from pdconn.lab.ports import free_ports
+from pdconn.tools.lab.client import Client, prefill_then_decode
+from pdconn.tools.lab.compare import compare, distance, make_prompts
+from pdconn.tools.lab.ports import free_ports
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.families.handover import engine, handing_over

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_only, prefill_then_decode
-from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.model import TINY, write_model
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
+from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.model import TINY, write_model
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, engine, lend_most

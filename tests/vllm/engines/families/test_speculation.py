@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from pdconn.lab.client import prefill_then_decode
-from pdconn.lab.compare import make_prompts
-from pdconn.lab.errors import RequestRefused
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import prefill_then_decode
+from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.spec import EngineSpec
 from tests.vllm.engines.families.drafters import (
     DRAFTED,
     LLAMA,

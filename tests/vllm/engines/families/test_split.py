@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_then_decode
-from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.engine import Engine
-from pdconn.lab.errors import RequestRefused
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, prefill_then_decode
+from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import BLOCK, Configuration, Expected, cache_beside, engine
 

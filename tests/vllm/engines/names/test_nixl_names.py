@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import Answer, make_prompts
-from pdconn.lab.engine import Engine
-from pdconn.lab.errors import RequestRefused
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.compare import Answer, make_prompts
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import (
     BLOCK,

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_then_decode
-from pdconn.lab.compare import Answer, compare, make_prompts
-from pdconn.lab.model import write_model
-from pdconn.lab.ports import free_ports
-from pdconn.lab.proxy import running_proxy
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client, prefill_then_decode
+from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.model import write_model
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.proxy import running_proxy
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import Configuration, Prompt, cache_beside
 from tests.vllm.engines.engines import engine as pair_engine

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.client import Client, lend_prefix, prefill_only
-from pdconn.lab.compare import Answer, compare, make_prompts
-from pdconn.lab.engine import Engine, wait_ready
+from pdconn.tools.lab.client import Client, lend_prefix, prefill_only
+from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.engine import Engine, wait_ready
 from pdconn.vllm.lends.patience import LEAST_S
 from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdconn.lab.client import Client
-from pdconn.lab.compare import compare
-from pdconn.lab.engine import Engine
-from pdconn.lab.ports import free_ports
-from pdconn.lab.proxy import admin_url, running_proxy
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.proxy import admin_url, running_proxy
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import (
     BLOCK,

@@ -19,10 +19,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdconn.lab.client import Client
-from pdconn.lab.engine import Engine
-from pdconn.lab.ports import free_ports
-from pdconn.lab.spec import SERVED_NAME, EngineSpec
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet.member import Member
@@ -30,6 +26,10 @@ from pdconn.router.prefix.groups import GroupSpec, Needs
 from pdconn.router.prefix.hashing import Extras, HashScheme
 from pdconn.router.prefix.index import Pod
 from pdconn.router.routing.policy import Role
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.lab.spec import SERVED_NAME, EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.client import Client
-from pdconn.lab.engine import Engine
-from pdconn.lab.proxy import admin_url, running_proxy
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.proxy import admin_url, running_proxy
 from tests.forked.engines import running
 from tests.vllm.engines.engines import Configuration, cache_beside, engine
 
@@ -92,7 +92,7 @@ def test_the_log_and_the_page_name_the_engine_whose_pulls_fail(fleet: Fleet) -> 
 
 
 def test_doctor_names_the_cause_that_the_metric_names(fleet: Fleet) -> None:
-    words = [sys.executable, "-m", "pdconn.cli.main", "doctor", "--json"]
+    words = [sys.executable, "-m", "pdconn.tools.cli.main", "doctor", "--json"]
     words += ["--prefill", fleet.prefill.url]
     words += ["--decode", fleet.proven.url, fleet.unproven.url]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client
-from pdconn.lab.compare import Answer, make_prompts
-from pdconn.lab.spec import EngineSpec
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.compare import Answer, make_prompts
+from pdconn.tools.lab.spec import EngineSpec
 from tests.vllm.engines.engines import Configuration, Prompt, engine
 
 TOKENS = 128

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdconn.lab.client import Client
-from pdconn.lab.compare import Mismatch, compare, make_prompts
-from pdconn.lab.engine import Engine
-from pdconn.lab.spec import EngineSpec
 from pdconn.store.format.footer import decode_footer
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.compare import Mismatch, compare, make_prompts
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, Prompt, engine

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.engine import Engine
-from pdconn.lab.errors import RequestRefused
+from pdconn.tools.lab.client import Client, prefill_only
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.errors import RequestRefused
 from tests.forked.engines import running
 from tests.vllm.engines.engines import (
     BLOCK,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_then_decode
-from pdconn.lab.compare import make_prompts
-from pdconn.lab.proxy import running_proxy
+from pdconn.tools.lab.client import Client, prefill_then_decode
+from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.proxy import running_proxy
 from tests.forked.engines import running
 from tests.router.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, receiving
 from tests.vllm.engines.engines import MAX_TOKENS, Configuration, Expected, cache_beside, engine

@@ -1,0 +1,51 @@
+"""The order of turns, and when requests are sent.  Pure: the same seed gives the same.
+
+Machines drift, so contestants take turns: every round has a turn of each, and begins with
+a different one than the round before::
+
+    round 1   A B C
+    round 2   C A B
+    round 3   B C A
+
+Within a round all get the same prompts at the same times; no two rounds share a prompt.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from pdconn.tools.lab.compare import make_prompts
+
+Prompt = tuple[int, ...]
+
+
+def order(names: Sequence[str], round_number: int) -> tuple[str, ...]:
+    """The turns of a round, counted from 1.
+
+    >>> order("ABC", 2)
+    ('C', 'A', 'B')
+    """
+    first = (1 - round_number) % len(names)
+    return (*names[first:], *names[:first])
+
+
+def prompts(count: int, num_tokens: int, seed: int, round_number: int) -> list[Prompt]:
+    """The prompts of a round: random token ids, which any model with 2048 tokens has.
+
+    Negative rounds are warm-up, which is not counted.
+    """
+    return make_prompts([num_tokens] * count, seed=_seed("prompts", seed, round_number))
+
+
+def due_times(count: int, per_s: float, seed: int, round_number: int) -> tuple[float, ...]:
+    """When requests are sent, in seconds after the first: a Poisson process."""
+    source = random.Random(_seed("times", seed, round_number))
+    times = [0.0]
+    while len(times) < count:
+        times.append(times[-1] + source.expovariate(per_s))
+    return tuple(times[:count])
+
+
+def _seed(what: str, seed: int, round_number: int) -> int:
+    return random.Random(f"{what} {seed} {round_number}").getrandbits(64)

@@ -1,0 +1,109 @@
+"""Measures all methods, interleaved, and summarises them.
+
+Machines drift, so the methods of a case are measured turn by turn in a new random order
+each round, and ratios are samples_by_method within a round before the median is.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdconn.tools.bench.percentile import percentile
+from pdconn.tools.bench.transfer.methods import Method
+from pdconn.tools.bench.transfer.moves import Sample
+from pdconn.tools.bench.transfer.rig import OpenCase
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodResult:
+    """One method over all rounds.
+
+    Times are medians and the 99th percentile (of few rounds: the slowest), in seconds;
+    ``of_raw`` is the throughput relative to raw's in the same round, ``slowest_pull``
+    the slowest request's time over the median request's.  CPU is seconds per gigabyte.
+    """
+
+    method: Method
+    nbytes: int
+    runs: int
+    wall_p50_s: float
+    wall_p99_s: float
+    plan_s: float
+    post_s: float
+    bytes_per_s: float
+    of_raw: float | None
+    of_alone: float | None
+    slowest_pull: float | None
+    reader_cpu_s_per_gb: float
+    lender_cpu_s_per_gb: float
+    walls_s: tuple[float, ...]
+
+
+def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, log: Log) -> list[MethodResult]:
+    """Warm up, check the bytes, measure, check again.
+
+    Raises:
+        WrongBytes: a pull brought other bytes than the lender's.
+        BenchError: a read failed, or timed out.
+    """
+    log("checking the bytes")
+    rig.check()
+    for method in rig.methods:
+        rig.measure(method)
+    samples_by_method: dict[Method, list[Sample]] = {method: [] for method in rig.methods}
+    for number in range(1, rounds + 1):
+        for method in rng.sample(rig.methods, len(rig.methods)):
+            log(f"round {number} of {rounds}: {method}")
+            samples_by_method[method].append(rig.measure(method))
+    rig.check()
+    return [
+        _result(method, samples, samples_by_method) for method, samples in samples_by_method.items()
+    ]
+
+
+def _result(
+    method: Method, samples: Sequence[Sample], samples_by_method: dict[Method, list[Sample]]
+) -> MethodResult:
+    walls = [sample.wall_s for sample in samples]
+    nbytes = samples[0].nbytes
+    return MethodResult(
+        method,
+        nbytes,
+        samples[0].runs,
+        percentile(walls, 0.5),
+        percentile(walls, 0.99),
+        statistics.median(sample.plan_s for sample in samples),
+        statistics.median(sample.post_s for sample in samples),
+        nbytes / percentile(walls, 0.5),
+        _relative(samples, samples_by_method.get(Method.RAW)),
+        _relative(samples, samples_by_method.get(Method.ALONE)),
+        _slowest(samples),
+        statistics.median(sample.reader_cpu_s for sample in samples) / nbytes * 1e9,
+        statistics.median(sample.lender_cpu_s for sample in samples) / nbytes * 1e9,
+        tuple(walls),
+    )
+
+
+def _speed(sample: Sample) -> float:
+    return sample.nbytes / sample.wall_s
+
+
+def _relative(samples: Sequence[Sample], others: Sequence[Sample] | None) -> float | None:
+    """The median of the throughput relative to others', round by round."""
+    if others is None:
+        return None
+    pairs = zip(samples, others, strict=True)
+    return statistics.median(_speed(sample) / _speed(other) for sample, other in pairs)
+
+
+def _slowest(samples: Sequence[Sample]) -> float | None:
+    if len(samples[0].each_s) < 2:
+        return None
+    return statistics.median(
+        max(sample.each_s) / statistics.median(sample.each_s) for sample in samples
+    )

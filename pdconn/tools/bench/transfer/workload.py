@@ -1,0 +1,117 @@
+"""What is pulled: one decode rank's share of prompts that a prefill engine computed.
+
+Two engine shapes describe memory that does not exist; :func:`placed` moves a description
+to real memory.  Both sides of a benchmark compute all of this from the same few numbers,
+so only those are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pdconn.planning.plan import Need, Pairing
+from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.tables import IDS, Ids, Tables, tables_of_requests
+from registration.references import KVCacheReferences
+from transport import Memory
+
+LAYERED = "LBHNC"
+MAX_REQUESTS = 1024
+MAX_PROMPT_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``requests`` prompts of ``prompt_tokens`` tokens, pulled by decode rank ``rank``.
+
+    ``ids`` says how block ids lie in both caches; they are drawn with ``seed``.
+
+    Raises:
+        BadOption: an invalid value.
+    """
+
+    prefill: EngineShape
+    decode: EngineShape
+    prompt_tokens: int
+    ids: Ids = "random"
+    requests: int = 1
+    rank: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, value, low, high in (
+            ("prompt", self.prompt_tokens, 2, MAX_PROMPT_TOKENS),
+            ("concurrency", self.requests, 1, MAX_REQUESTS),
+            ("rank", self.rank, 0, self.decode.ranks - 1),
+        ):
+            if not low <= value <= high:
+                raise BadOption(field, f"{low} to {high}", value)
+        if self.ids not in IDS:
+            raise BadOption("ids", ", ".join(IDS), self.ids)
+
+    @property
+    def until(self) -> int:
+        """Tokens that are pulled: decode recomputes the last one."""
+        return self.prompt_tokens - 1
+
+    @cached_property
+    def lent(self) -> list[Tables]:
+        """The lender's blocks of each request."""
+        return self._tables(self.prefill, self.seed)
+
+    @cached_property
+    def taken(self) -> list[Tables]:
+        """The blocks of each request that are read into."""
+        return self._tables(self.decode, self.seed + 1)
+
+    def needs(self) -> list[Need]:
+        """What each request needs; nothing of it is cached."""
+        return [Need.of(0, self.until, tables.lists) for tables in self.taken]
+
+    def ours(self) -> KVCacheReferences:
+        """Memory of the decode rank, at made-up addresses."""
+        return self.decode.references(self.taken[0].num_blocks)[self.rank]
+
+    def theirs(self) -> list[KVCacheReferences]:
+        """Memory of every prefill rank, at made-up addresses."""
+        return self.prefill.references(self.lent[0].num_blocks)
+
+    def pairing(self, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences]) -> Pairing:
+        """The pairing from which every pull of this workload is planned."""
+        return Pairing.of(ours, theirs, self.rank % self.decode.tp)
+
+    def sources(self) -> tuple[int, ...]:
+        """Prefill ranks that the decode rank reads from."""
+        return self.pairing(self.ours(), self.theirs()).ranks
+
+    def layered(self) -> Workload:
+        """The same with a tensor per layer, where pages are of one size; else as it is."""
+        try:
+            return replace(
+                self,
+                prefill=replace(self.prefill, layout=LAYERED),
+                decode=replace(self.decode, layout=LAYERED),
+            )
+        except ShapeError:
+            return self
+
+    def _tables(self, engine: EngineShape, seed: int) -> list[Tables]:
+        return tables_of_requests(engine.groups, self.until, self.ids, seed, self.requests)
+
+
+def extent(references: KVCacheReferences) -> int:
+    """Bytes of the one allocation of an engine shape's rank."""
+    [memory] = references.memories()
+    return memory.nbytes
+
+
+def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:
+    """The same description of the allocation at ``memory``."""
+    if extent(references) > memory.nbytes:
+        raise BadOption("memory", f"{extent(references)} bytes", memory.nbytes)
+    tensors = tuple(replace(t, base=memory.base) for t in references.tensors)
+    return replace(references, tensors=tensors)

@@ -1,0 +1,104 @@
+"""Which transports carried READs, from what UCX itself prints where ``UCX_PROTO_INFO=used``.
+
+For each connection that is closed it prints a table of its protocols, with how often each ran::
+
+    +-------+--------+-------------+-----------------------------------+
+    | decode-0 intra-node cfg#1                                        |
+    | remote memory read by ucp_get*(multi) into host memory from host |
+    +-------+--------+-------------+-----------------------------------+
+    | Count | Range  | Description |              Config               |
+    +-------+--------+-------------+-----------------------------------+
+    |   546 | 0..inf | zero-copy   | cma/memory                        |
+    +-------+--------+-------------+-----------------------------------+
+
+Without ``used`` tables say what could run, not what did, and have no counts: those are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.findings import Checked, Finding, checked, one_line, warning
+
+SETTING = "UCX_PROTO_INFO=used"
+_READ = "remote memory read by "
+_ROW = re.compile(r"\|\s*(\d+)\s*\|[^|]*\|([^|]*)\|([^|]*)\|\s*$")
+_MOST_NBYTES = 64 << 20
+"""Of a log, from its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsedTransports:
+    """How many reads ran over which transport; UCX counts each piece of a READ.
+
+    Attributes:
+        where: the log, or the host that was read from.
+        counts: by UCX's words, such as ``zero-copy cma/memory``.
+    """
+
+    where: str
+    counts: tuple[tuple[str, int], ...] = ()
+
+
+def used_transports(where: str, lines: Iterable[str]) -> UsedTransports:
+    """Add up all tables of READs."""
+    counts: Counter[str] = Counter()
+    is_read = False
+    for line in lines:
+        if _READ in line:
+            is_read = True
+        elif " by ucp_" in line or " cfg#" in line:
+            is_read = False
+        elif is_read and (row := _ROW.search(line)) is not None:
+            counts[one_line(f"{row[2].strip()} {row[3].strip()}")] += int(row[1])
+    return UsedTransports(where, tuple(pair for pair in counts.most_common() if pair[1]))
+
+
+def read_ucx_log(path: str) -> UsedTransports:
+    """From an engine's output.  A file that ``UCX_LOG_FILE`` names is written late, or not at all.
+
+    Raises:
+        BadQuestion: it cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - _MOST_NBYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BadQuestion("--ucx-log", "a file to read", f"{path}: {why}") from None
+    return used_transports(path, text.splitlines())
+
+
+def listed_counts(counts: Iterable[tuple[str, int]]) -> str:
+    """By what was read, and how often: ``zero-copy cma/memory (546)``."""
+    return ", ".join(f"{how} ({count})" for how, count in counts)
+
+
+def seen_used(used: UsedTransports) -> str:
+    """A line of it."""
+    return f"{used.where}: UCX read by {listed_counts(used.counts) or 'nothing that it told of'}"
+
+
+def judge_used(logs: Iterable[UsedTransports]) -> Iterator[Finding]:
+    """Which logs do not tell."""
+    for one in logs:
+        if not one.counts:
+            message = "no table of UCX with counts of reads: the log tells of no transport"
+            remedy = (
+                f"export {SETTING}; unset UCX_LOG_FILE; start that decode engine with its output "
+                "in a file, let it pull, stop it (UCX prints where a connection ends), and give it"
+            )
+            yield warning("ucx-log.silent", one.where, message, remedy)
+
+
+def check_used(logs: Iterable[UsedTransports]) -> Checked:
+    """The check of all logs that were given."""
+    found = tuple(logs)
+    return checked("ucx-log", judge_used(found), *map(seen_used, found))

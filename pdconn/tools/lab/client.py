@@ -1,0 +1,248 @@
+"""A blocking HTTP client of vLLM's OpenAI server; use a thread for each request at once.
+
+Nothing here depends on pdconn.  ``prefill_then_decode`` does what the proxy of vLLM's own
+examples does: it passes ``kv_transfer_params`` from one engine to the other, unread.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from pdconn.tools.lab.compare import Answer
+from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.spec import SERVED_NAME
+
+ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a router sends to a prefill engine, as vLLM's example proxies do."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An answer, and seconds from sending the request to its tokens.
+
+    ``sent_s`` is when the request was sent, on the clock of ``time.perf_counter``.
+    """
+
+    answer: Answer
+    first_token_s: float
+    last_token_s: float
+    sent_s: float = 0.0
+
+
+class Client:
+    """Client of one OpenAI-compatible server of vLLM.
+
+    Every call opens its own connection, so many threads may share a client.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 300.0, model: str = SERVED_NAME) -> None:
+        parts = urlsplit(url)
+        self.url = url
+        self.model = model
+        self._address = (parts.hostname or "localhost", parts.port or 80)
+        self._timeout_s = timeout_s
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 16,
+        *,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        top: int = 5,
+        **more: Any,
+    ) -> Answer:
+        """Continue ``prompt`` greedily by exactly ``max_tokens`` tokens."""
+        body = self._body(prompt, max_tokens, kv_transfer_params, top, more)
+        return answer_of([self.post("/v1/completions", body)])
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        top: int = 1,
+        **more: Any,
+    ) -> Timed:
+        """Like ``complete``, streamed, and timed from just before the request is sent."""
+        body = self._body(prompt, max_tokens, kv_transfer_params, top, more) | {"stream": True}
+        payload = json.dumps(body)  # before the clock starts
+        chunks: list[dict[str, Any]] = []
+        first = 0.0
+        with self._connection() as connection:
+            began = time.perf_counter()
+            for chunk in _events(self._send(connection, "/v1/completions", payload)):
+                if not chunks:
+                    first = time.perf_counter() - began
+                chunks.append(chunk)
+            last = time.perf_counter() - began
+        return Timed(answer_of(chunks), first, last, began)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send JSON, get JSON.
+
+        Raises:
+            RequestRefused: the status is not 200.
+        """
+        with self._connection() as connection:
+            content = self._send(connection, path, json.dumps(body)).read()
+        return dict(json.loads(content))
+
+    def get(self, path: str) -> str:
+        """Get text.
+
+        Raises:
+            RequestRefused: the status is not 200.
+        """
+        with self._connection() as connection:
+            return self._send(connection, path, None).read().decode()
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of ``/metrics``, summed over their labels, by name."""
+        return _summed(_samples(self.get("/metrics")))
+
+    def free_blocks(self) -> int:
+        """Free KV blocks, as of the engine's last step.
+
+        vLLM updates this when it steps: after blocks became free without a step, one
+        more request is needed to see it.
+        """
+        samples = _samples(self.get("/metrics"))
+        counts = (sample.labels.get("num_gpu_blocks", "") for sample in samples)
+        blocks = next(filter(str.isdecimal, counts), None)
+        if blocks is None:
+            raise ValueError(f"{self.url}/metrics has no label num_gpu_blocks")
+        usable = int(blocks) - 1  # block 0 is the null block
+        return round(usable * (1.0 - _summed(samples)["vllm:kv_cache_usage_perc"]))
+
+    def _body(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None,
+        top: int,
+        more: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "logprobs": top,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # keys of top_logprobs become "token_id:7"
+        }
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = dict(kv_transfer_params)
+        return body | dict(more)
+
+    @contextmanager
+    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection(*self._address, timeout=self._timeout_s)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def _send(
+        self, connection: http.client.HTTPConnection, path: str, payload: str | None
+    ) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"} if payload is not None else {}
+        connection.request("GET" if payload is None else "POST", path, payload, headers)
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            body = response.read().decode(errors="replace")
+            raise RequestRefused(self.url + path, response.status, body)
+        return response
+
+
+def prefill_then_decode(
+    prefill: Client, decode: Client, prompt: Sequence[int], max_tokens: int = 16, **more: Any
+) -> Answer:
+    """The answer of ``decode`` to a prompt that ``prefill`` computed.
+
+    ``more`` is sent to the decode engine only.
+    """
+    ticket = prefill_only(prefill, prompt)
+    return decode.complete(prompt, max_tokens, kv_transfer_params=ticket, **more)
+
+
+def prefill_only(
+    prefill: Client, prompt: Sequence[int], source: Mapping[str, Any] | None = None
+) -> Mapping[str, Any] | None:
+    """Compute a prompt on ``prefill``; returns the ticket for the decode engine, unread.
+
+    None if the engine has no connector.  ``source`` is a ticket for a prefix of the prompt, as
+    :func:`lend_prefix` returns it.
+    """
+    params = {**ASK_FOR_REMOTE_DECODE, **({"pdconn": {"from": source}} if source else {})}
+    return prefill.complete(prompt, 1, kv_transfer_params=params).kv_transfer_params
+
+
+def lend_prefix(
+    holder: Client, prompt: Sequence[int], num_tokens: int, **more: Any
+) -> Mapping[str, Any] | None:
+    """Ask for the first ``num_tokens`` tokens of a prompt: a ticket, or how much is held."""
+    params = {**ASK_FOR_REMOTE_DECODE, "pdconn": {"lend": num_tokens}}
+    asked = holder.complete(prompt[: num_tokens + 1], 1, kv_transfer_params=params, **more)
+    return asked.kv_transfer_params
+
+
+def _samples(text: str) -> list[Sample]:
+    """All samples of a Prometheus page."""
+    return [sample for each in text_string_to_metric_families(text) for sample in each.samples]
+
+
+def _summed(samples: Sequence[Sample]) -> dict[str, float]:
+    """Samples summed over their labels, by name."""
+    totals: dict[str, float] = {}
+    for sample in samples:
+        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Data of the server-sent events that have tokens."""
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            raise RequestRefused("stream", http.HTTPStatus.OK, json.dumps(event))
+        if event["choices"] and event["choices"][0].get("token_ids"):
+            yield event
+
+
+def answer_of(responses: Sequence[Mapping[str, Any]]) -> Answer:
+    """Join a response, or the chunks of a streamed one."""
+    choices = [response["choices"][0] for response in responses]
+    logprobs = [choice["logprobs"] for choice in choices]
+    return Answer(
+        tokens=tuple(token for choice in choices for token in choice["token_ids"]),
+        logprobs=tuple(value for each in logprobs for value in each["token_logprobs"]),
+        top=tuple(
+            {int(token.removeprefix("token_id:")): value for token, value in position.items()}
+            for each in logprobs
+            for position in each["top_logprobs"]
+        ),
+        finish_reason=choices[-1].get("finish_reason") if choices else None,
+        kv_transfer_params=responses[-1].get("kv_transfer_params") if responses else None,
+    )

@@ -1,0 +1,29 @@
+"""Progress of engines that start: which are not ready, now and then.
+
+What an engine logs last is no progress: it is cut anywhere, and most of it is of libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class StartingEngines:
+    """A line every ``every_s`` seconds with all engines that are still starting."""
+
+    def __init__(self, say: Callable[[str], None], every_s: int = 5) -> None:
+        self._say = say
+        self._every_s = every_s
+        self._shown = 0
+        self._names: list[str] = []
+
+    def show(self, name: str, seconds: float, line: str) -> None:
+        """Once a second for each that starts: ``Progress`` of :mod:`pdconn.tools.lab.engine`."""
+        del line
+        if name in self._names:  # a round is complete
+            turn = int(seconds) // self._every_s
+            if turn > self._shown:
+                self._shown = turn
+                self._say(f"still starting after {seconds:.0f} s: {', '.join(self._names)}")
+            self._names.clear()
+        self._names.append(name)

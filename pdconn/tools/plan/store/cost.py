@@ -1,0 +1,249 @@
+"""What a store keeps of a prompt, and whether loading it beats computing it again.
+
+The rows are those of :mod:`pdconn.store.format`, computed for the shape of a model, so bytes are
+exact.  Times are not: the store reads at one rate, and prefill computes at another::
+
+    load       bytes that all ranks read up to the boundary / bytes per second of the store
+    recompute  tokens up to the boundary / tokens per second of prefill
+
+Both compute what is left of the prompt after the boundary, at least its last token.  A prompt
+pays where loading is faster there and at every longer boundary.
+
+A state is kept where a pass ends.  Of a model with states a row is a block of the engine, and a
+prompt leaves the state at its last boundary; those at ends of passes before are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdconn.store.engine.lookups import Fitting, ShareSizes
+from pdconn.store.engine.saves import Saving, rows_to_save
+from pdconn.store.format.boundaries import Spacing, find_boundary, pieces, rows_needed
+from pdconn.store.format.footer import footer_nbytes, row_nbytes
+from pdconn.store.format.layout import RowLayout, StoreLayout, share_layout, store_layout
+from pdconn.store.format.names import KEY_NBYTES, Chain, RowKind
+from pdconn.store.settings import StoreSettings
+from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.forecast import MAX_PROMPT_TOKENS
+
+BLOCK_TOKENS = 256
+STAGING = StoreSettings(root="", capacity=1).staging
+"""Bytes of each rank, by default."""
+LONGEST_TOKENS = 1 << 20
+"""The break-even is looked for up to this boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreForecast:
+    """A prompt in a store, and its load by every rank of ``engine``.
+
+    Attributes:
+        layout: of whole rows.
+        every: canonical blocks from one saved boundary to the next; None: the last ones alone.
+        boundary: tokens that a second request with this prompt does not compute.
+        fa_rows, wa_rows: that the prompt leaves in the store, its last boundary among them.
+        load_nbytes: that all ranks read for the boundary, replicated heads once for each.
+        staging_nbytes: host memory that this takes in each rank, or less of the prompt is loaded.
+        staging: what there is of it.
+        staged_tokens: the largest saved boundary of the prompt that ``staging`` carries: what a
+            second request does not compute.
+        rate: bytes per second of the store, for all ranks together.
+        prefill_rate: tokens per second that prefill computes; None if it is not known.
+        break_even: tokens of the shortest prompt that is loaded faster than computed, as are
+            all longer ones; None without ``prefill_rate``, or if there is none.
+    """
+
+    engine: EngineShape
+    layout: StoreLayout
+    prompt_tokens: int
+    every: int | None
+    boundary: int
+    fa_rows: int
+    wa_rows: int
+    load_nbytes: int
+    staging_nbytes: int
+    staging: int
+    staged_tokens: int
+    rate: float
+    prefill_rate: float | None
+    break_even: int | None
+
+    @property
+    def fa_row_nbytes(self) -> int:
+        """Bytes of an FA row with its footer."""
+        return row_nbytes(self.layout.fa)
+
+    @property
+    def wa_row_nbytes(self) -> int:
+        """Bytes of a WA row with its footer; 0 without windows and states."""
+        return 0 if self.layout.wa is None else row_nbytes(self.layout.wa)
+
+    @property
+    def fa_nbytes(self) -> int:
+        """Bytes of the prompt's FA rows."""
+        return self.fa_rows * self.fa_row_nbytes
+
+    @property
+    def wa_nbytes(self) -> int:
+        """Bytes of the prompt's WA rows."""
+        return self.wa_rows * self.wa_row_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the prompt takes in the store."""
+        return self.fa_nbytes + self.wa_nbytes
+
+    @property
+    def wa_share(self) -> float:
+        """Of the prompt's bytes; 0 if it leaves none."""
+        return self.wa_nbytes / self.nbytes if self.nbytes else 0.0
+
+    @property
+    def load_s(self) -> float:
+        """Predicted time to load up to the boundary."""
+        return self.load_nbytes / self.rate
+
+    @property
+    def recompute_s(self) -> float | None:
+        """Predicted time to compute up to the boundary."""
+        return None if self.prefill_rate is None else self.boundary / self.prefill_rate
+
+
+def forecast_store(
+    engine: EngineShape,
+    prompt_tokens: int,
+    rate: float,
+    *,
+    prefill_rate: float | None = None,
+    window_every: int | str = "auto",
+    block_tokens: int | None = None,
+    staging: int = STAGING,
+) -> StoreForecast:
+    """What one prompt leaves in a store, and what loading it costs.
+
+    Args:
+        rate: bytes per second of the store.
+        prefill_rate: tokens per second that prefill computes.
+        window_every: as in the store's settings.
+        block_tokens: of a canonical block; None for 256, and for a block where there are states.
+        staging: bytes of host memory of each rank.
+
+    Raises:
+        ShapeError: a number is out of range.
+        FormatError: blocks of the engine that canonical ones do not hold.
+    """
+    _check(prompt_tokens, rate, prefill_rate, staging)
+    ranks = engine.references(1)
+    if block_tokens is None:
+        block_tokens = engine.attention_block_tokens if engine.model.states else BLOCK_TOKENS
+    layout = store_layout(ranks, block_tokens)
+    spacing = Spacing(None) if engine.model.states else Spacing.of(layout, window_every)
+    boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
+    saved = _saved(layout, spacing, prompt_tokens)
+    shares = [share_layout([rank], block_tokens) for rank in ranks]
+    load, sizes = _LoadSizes.of(layout, shares), ShareSizes.of(shares)
+    tokens = range(prompt_tokens - 1)
+    staged = Fitting.of(layout, sizes, staging, tokens, lambda kind, at: (kind, at) in saved)
+    return StoreForecast(
+        engine,
+        layout,
+        prompt_tokens,
+        spacing.every,
+        boundary,
+        sum(kind is RowKind.FA for kind, _ in saved),
+        sum(kind is RowKind.WA for kind, _ in saved),
+        load.nbytes(layout, boundary),
+        sizes.of_rows(rows_needed(layout, 0, boundary)),
+        staging,
+        staged.boundary,
+        rate,
+        prefill_rate,
+        None if prefill_rate is None else _break_even(layout, load, rate, prefill_rate),
+    )
+
+
+def _check(prompt_tokens: int, rate: float, prefill_rate: float | None, staging: int) -> None:
+    if not 2 <= prompt_tokens <= MAX_PROMPT_TOKENS:
+        raise ShapeError("prompt", f"2 to {MAX_PROMPT_TOKENS} tokens", prompt_tokens)
+    for field, value in (("store-rate", rate), ("prefill-rate", prefill_rate)):
+        if value is not None and not (math.isfinite(value) and value >= 1):
+            raise ShapeError(field, "at least 1 a second", f"{value:g}")
+    if staging < 1:
+        raise ShapeError("store-staging", "at least 1 byte", staging)
+
+
+def _saved(
+    layout: StoreLayout, spacing: Spacing, prompt_tokens: int
+) -> frozenset[tuple[RowKind, int]]:
+    """Kinds and numbers of the rows that an engine saves of a prompt computed in one pass."""
+    size = layout.block_tokens
+    keys = tuple(number.to_bytes(KEY_NBYTES, "big") for number in range(prompt_tokens // size))
+    saving = Saving(Chain(size, keys), prompt_tokens)
+    names = rows_to_save(saving, layout, spacing, prompt_tokens, lambda name: True)
+    return frozenset((name.kind, name.index) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadSizes:
+    """Bytes that all ranks together read of one row of each kind: their slabs and footers."""
+
+    fa: int
+    wa: int
+
+    @classmethod
+    def of(cls, whole: StoreLayout, shares: Sequence[StoreLayout]) -> _LoadSizes:
+        return cls(
+            sum(_read_nbytes(whole.fa, share.fa) for share in shares),
+            sum(_read_nbytes(whole.wa, share.wa) for share in shares),
+        )
+
+    def nbytes(self, layout: StoreLayout, boundary: int) -> int:
+        rows = rows_needed(layout, 0, boundary)
+        return sum(self.fa if kind is RowKind.FA else self.wa for kind, _ in rows)
+
+
+def _read_nbytes(whole: RowLayout | None, share: RowLayout | None) -> int:
+    if whole is None or share is None or not share.sections:
+        return 0
+    return share.data_nbytes + footer_nbytes(len(whole.slabs))
+
+
+def _break_even(
+    layout: StoreLayout, load: _LoadSizes, rate: float, prefill_rate: float
+) -> int | None:
+    """Tokens of the shortest prompt from which on every boundary is loaded faster."""
+    size, wa = layout.block_tokens, layout.wa
+    fa_s, wa_s, compute_s = load.fa / rate, load.wa / rate, size / prefill_rate
+    first = 1
+    for blocks in range(1, LONGEST_TOKENS // size + 1):
+        if blocks * compute_s <= blocks * fa_s + len(pieces(wa, blocks * size)) * wa_s:
+            first = blocks + 1
+    return first * size + 1 if first * size <= LONGEST_TOKENS else None
+
+
+def store_document(made: StoreForecast) -> dict[str, object]:
+    """For ``json.dumps``: bytes, counts and seconds, not rounded."""
+    return {
+        "block_tokens": made.layout.block_tokens,
+        "prompt_tokens": made.prompt_tokens,
+        "engine": str(made.engine),
+        "boundary": made.boundary,
+        "window_every_blocks": None if made.layout.wa is None else made.every,
+        "fa": {"rows": made.fa_rows, "row_bytes": made.fa_row_nbytes, "bytes": made.fa_nbytes},
+        "wa": {"rows": made.wa_rows, "row_bytes": made.wa_row_nbytes, "bytes": made.wa_nbytes},
+        "bytes": made.nbytes,
+        "wa_share": made.wa_share,
+        "load_bytes": made.load_nbytes,
+        "staging_bytes": made.staging_nbytes,
+        "staging_given_bytes": made.staging,
+        "staging_tokens": made.staged_tokens,
+        "store_bytes_per_s": made.rate,
+        "load_s": made.load_s,
+        "prefill_tokens_per_s": made.prefill_rate,
+        "recompute_s": made.recompute_s,
+        "break_even_tokens": made.break_even,
+    }

@@ -1,0 +1,1 @@
+"""What the project shows beside its code: documents, images, packages, structure."""
