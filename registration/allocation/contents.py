@@ -174,13 +174,26 @@ class OpaqueTensor(StridedTensor):
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One state of a recurrent layer: ``shape`` in one block, without a block dimension."""
+    """One state of a recurrent layer: ``shape`` in one block, without a block dimension.
+
+    What tensor parallelism divides consists of ``num_heads`` parts along its outermost
+    dimension, the first of which is the model's part ``first_head``.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    num_heads: int = 1
+    first_head: int = 0
 
     def __post_init__(self) -> None:
         self.strided()
+        if self.first_head < 0:
+            raise RegistrationError(f"first_head: expected 0 or more, got {self.first_head}")
+        outermost = self.shape[0] if self.shape else 1
+        if self.num_heads <= 0 or outermost % self.num_heads:
+            raise RegistrationError(
+                f"num_heads: expected a divisor of {outermost}, got {self.num_heads}"
+            )
 
     def strided(self) -> StridedTensor:
         """The state as a tensor of one block."""
@@ -230,7 +243,7 @@ class StateTensors:
 
     @property
     def heads(self) -> Heads | None:
-        """None: a state is moved whole."""
+        """None: a page of states has no rows of tokens, so no head outside of layers."""
         return None
 
     def packed_steps(self, page_nbytes: int) -> Mapping[Axis, int]:
@@ -240,7 +253,10 @@ class StateTensors:
     def chunks(self, steps: Mapping[Axis, int]) -> tuple[StateChunk, ...]:
         """One chunk per state; no step reaches inside the page."""
         del steps
-        return tuple(StateChunk(state.page_nbytes, start) for start, state in self._placed())
+        return tuple(
+            StateChunk(state.page_nbytes, start, part.num_heads, part.first_head)
+            for part, (start, state) in zip(self.parts, self._placed(), strict=True)
+        )
 
     def view(
         self, flat: torch.Tensor, offset: int, num_blocks: int, steps: Mapping[Axis, int]

@@ -138,6 +138,7 @@ class GroupPages:
     window: int | None
     block_tokens: int
     layers: tuple[LayerPages, ...]
+    compress_ratio: int = 1
 
     def __post_init__(self) -> None:
         for layer in self.layers:

@@ -1,19 +1,20 @@
 """Where every layer's pages go, decided before a byte is allocated.
 
-Layers with equal pages share one allocation.  A column is one layer's share of it::
+Layers share one allocation, side by side in its block rows, or have one each::
 
-    rows         (num_blocks, columns, page)            [b0: L0 L1 L2 pad][b1: ...]
-    head-major   (num_blocks, heads, columns, page / heads)
+    rows         (num_blocks, layers, page)             [b0: L0 L1 L2 pad][b1: ...]
+    head-major   (num_blocks, heads, layers, page / heads)
                                                         [b0: h0(L0 L1 L2) h1(L0 L1 L2)]...
-    own          one layer alone, in whatever memory order it has
+    own          one layer, in whatever memory order it has
 
-Rows make a block of all layers one run; head-major makes a block of all layers and
-one head one run, which is what a peer of another tensor-parallel size asks for.
+Rows make a block of all layers one run, also of layers whose pages differ in size;
+head-major makes a block of all layers and one head one run, which is what a peer of
+another tensor-parallel size asks for.
 
-Groups have a column per layer each, unless they *overlay*: where one pool of block ids
+Every layer has a place of its own, unless groups *overlay*: where one pool of block ids
 serves all groups, an id belongs to one group at a time, so every group may start at
-column 0.  A row is then as wide as the widest group; the part that a narrower group does
-not use is never described, hence never transferred.
+byte 0 of a row.  A row is then as wide as the widest group; the part that a narrower group
+does not use is never described, hence never transferred.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class HeadMajorRefused(LayerRefused):
 class HeadMajor(Enum):
     """Whether heads lie outside layers in memory.
 
-    ``PREFER`` falls back to rows for every page size whose layers cannot.
+    ``PREFER`` falls back to rows for every page size whose layers cannot.  Other than rows,
+    head-major memory holds pages of one size, so each size has an allocation then.
     """
 
     NEVER = "never"
@@ -78,29 +80,46 @@ class _Column:
 
 
 def plan_allocations(
-    groups: Sequence[GroupPages], num_blocks: int, head_major: HeadMajor, *, overlay: bool
+    groups: Sequence[GroupPages],
+    num_blocks: int,
+    head_major: HeadMajor,
+    *,
+    overlay: bool,
+    layers_apart: bool = False,
 ) -> tuple[AllocationPlan, ...]:
-    """Place every layer: shared allocations by first use of a page size, then lone layers.
+    """Place every layer: shared allocations first, then layers that cannot share one.
+
+    With ``layers_apart`` none is shared, but for layers of several groups that overlay.
 
     Raises:
         LayerRefused: a layer appears twice, or counts other blocks than ``num_blocks``.
         HeadMajorRefused: ``HeadMajor.REQUIRE``, and a layer cannot be head-major.
-        RegistrationError: ``num_blocks`` is not above 0.
+        RegistrationError: ``num_blocks`` is not above 0, or ``layers_apart`` and head-major.
     """
     _check_layers(groups, num_blocks)
+    if layers_apart:
+        if head_major is not HeadMajor.NEVER:
+            wanted = HeadMajor.NEVER.value
+            raise RegistrationError(
+                f"head_major: expected {wanted} for layers apart, got {head_major.value}"
+            )
+        return tuple(_apart(groups, num_blocks, overlay=overlay))
     if head_major is HeadMajor.REQUIRE:
         check_head_major([layer for group in groups for layer in group.layers])
-    shared = [
-        _shared(columns, num_blocks, head_major)
-        for columns in _columns_by_page_size(groups, overlay=overlay)
-    ]
+    if head_major is HeadMajor.NEVER:
+        shared = [_rows([_sharing(group) for group in groups], num_blocks, overlay=overlay)]
+    else:
+        shared = [
+            _shared(columns, num_blocks, head_major)
+            for columns in _columns_by_page_size(groups, overlay=overlay)
+        ]
     alone = [
-        _alone(layer, num_blocks)
+        _alone([layer], num_blocks)
         for group in groups
         for layer in group.layers
         if not layer.content.shares_rows
     ]
-    return (*shared, *alone)
+    return (*(plan for plan in shared if plan.layers), *alone)
 
 
 def check_head_major(layers: Sequence[LayerPages]) -> None:
@@ -165,18 +184,66 @@ def _check_layers(groups: Sequence[GroupPages], num_blocks: int) -> None:
                 raise LayerRefused(f"{layer.layer}: blocks in its shape", num_blocks, counted)
 
 
+def _sharing(group: GroupPages) -> list[LayerPages]:
+    return [layer for layer in group.layers if layer.content.shares_rows]
+
+
+def _rows(
+    groups: Sequence[Sequence[LayerPages]], num_blocks: int, *, overlay: bool
+) -> AllocationPlan:
+    """Every page of a group side by side, and groups behind or over each other.
+
+    Gaps of less than an element are left where pages of several dtypes meet: a view counts in
+    elements, from the first page and from row to row.
+    """
+    placed: list[tuple[LayerPages, int]] = []
+    width = 0
+    for layers in groups:
+        end = 0 if overlay else width
+        for layer in layers:
+            offset = end + -end % layer.content.alignment
+            placed.append((layer, offset))
+            end = offset + layer.page_nbytes
+        width = max(width, end)
+    width += -width % max((layer.content.alignment for layer, _ in placed), default=1)
+    shape: tuple[int, ...] = (num_blocks, width)
+    if len(sizes := {layer.page_nbytes for layer, _ in placed}) == 1:
+        [page] = sizes
+        shape = (num_blocks, width // page, page)
+    layers_at = tuple(PlacedLayer(layer, offset, {Axis.BLOCK: width}) for layer, offset in placed)
+    return AllocationPlan(RowOrder.ROWS, shape, layers_at)
+
+
+def _apart(
+    groups: Sequence[GroupPages], num_blocks: int, *, overlay: bool
+) -> Iterator[AllocationPlan]:
+    """An allocation for each layer, or for each n-th layer of all groups where they overlay."""
+    made: dict[tuple[int, int, int], list[LayerPages]] = {}
+    for group in groups:
+        used: Counter[tuple[int, int]] = Counter()
+        for layer in group.layers:
+            # Pages of one size and one distance divide an allocation alike, so that a block
+            # of one layer is made of the same bytes as that of another.
+            step = layer.content.packed_steps(layer.page_nbytes)[Axis.BLOCK]
+            alike = (layer.page_nbytes, step)
+            index = used[alike] if overlay else len(made)
+            used[alike] += 1
+            made.setdefault((*alike, index), []).append(layer)
+    for layers in made.values():
+        yield _alone(layers, num_blocks)
+
+
 def _columns_by_page_size(
     groups: Sequence[GroupPages], *, overlay: bool
 ) -> Iterator[list[_Column]]:
     columns: dict[int, list[_Column]] = {}
     used: Counter[tuple[int, int]] = Counter()
     for number, group in enumerate(groups):
-        for layer in group.layers:
-            if layer.content.shares_rows:
-                nbytes = layer.page_nbytes
-                counter = (nbytes, number if overlay else 0)
-                columns.setdefault(nbytes, []).append(_Column(layer, used[counter]))
-                used[counter] += 1
+        for layer in _sharing(group):
+            nbytes = layer.page_nbytes
+            counter = (nbytes, number if overlay else 0)
+            columns.setdefault(nbytes, []).append(_Column(layer, used[counter]))
+            used[counter] += 1
     yield from columns.values()
 
 
@@ -198,8 +265,7 @@ def _shared(columns: Sequence[_Column], num_blocks: int, head_major: HeadMajor) 
 
 def _order(layers: Sequence[LayerPages], head_major: HeadMajor) -> tuple[RowOrder, int]:
     """The order of layers of equal page size, and how many heads it splits a page into."""
-    if head_major is HeadMajor.NEVER:
-        return RowOrder.ROWS, 1
+    assert head_major is not HeadMajor.NEVER
     try:
         check_head_major(layers)
     except HeadMajorRefused:
@@ -207,9 +273,16 @@ def _order(layers: Sequence[LayerPages], head_major: HeadMajor) -> tuple[RowOrde
     return RowOrder.HEAD_MAJOR, _outermost_heads(layers[0]).num_heads
 
 
-def _alone(layer: LayerPages, num_blocks: int) -> AllocationPlan:
-    shape: tuple[int, ...] = (num_blocks, 1, layer.page_nbytes)
-    if not layer.content.is_block_outermost:
-        shape = (num_blocks * layer.page_nbytes,)
-    steps = layer.content.packed_steps(layer.page_nbytes)
-    return AllocationPlan(RowOrder.OWN, shape, (PlacedLayer(layer, 0, steps),))
+def _alone(layers: Sequence[LayerPages], num_blocks: int) -> AllocationPlan:
+    """An allocation of one layer, or of layers whose pages lie alike and overlay."""
+    first = layers[0]
+    shape: tuple[int, ...] = (num_blocks, 1, first.page_nbytes)
+    if not first.content.is_block_outermost:
+        shape = (num_blocks * first.page_nbytes,)
+    return AllocationPlan(
+        RowOrder.OWN,
+        shape,
+        tuple(
+            PlacedLayer(layer, 0, layer.content.packed_steps(layer.page_nbytes)) for layer in layers
+        ),
+    )

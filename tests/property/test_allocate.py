@@ -14,15 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from registration import AttentionKind, KVCacheDataReference, KVCacheReferences, RegistrationError
-from registration.allocation.allocate import HeadMajor, KVCacheAllocation, allocate
-from registration.allocation.contents import (
+from registration.allocation import (
     AttentionTensor,
+    Axis,
+    GroupPages,
+    HeadMajor,
+    KVCacheAllocation,
+    LayerPages,
     OpaqueTensor,
     StateTensor,
     StateTensors,
+    allocate,
 )
-from registration.allocation.layers import GroupPages, LayerPages
-from registration.allocation.strided import Axis, StridedTensor
+from registration.allocation.strided import StridedTensor
 from tests.fakes.layouts import described_bytes
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float32)
@@ -40,10 +44,15 @@ class Asked:
     num_blocks: int
     head_major: HeadMajor
     overlay: bool
+    layers_apart: bool = False
 
     def made(self) -> KVCacheAllocation:
         return allocate(
-            self.groups, self.num_blocks, head_major=self.head_major, overlay=self.overlay
+            self.groups,
+            self.num_blocks,
+            head_major=self.head_major,
+            overlay=self.overlay,
+            layers_apart=self.layers_apart,
         )
 
 
@@ -118,7 +127,8 @@ def questions(draw: st.DrawFn) -> Asked:
         twins = [replace(layer, layer=layer.layer + ".twin") for layer in distinct]
         groups.append(GroupPages(kind, None, 6, (*distinct, *twins)))
     mode = draw(st.sampled_from([HeadMajor.PREFER, HeadMajor.PREFER, HeadMajor.NEVER]))
-    return Asked(tuple(groups), num_blocks, mode, draw(st.booleans()))
+    apart = mode is HeadMajor.NEVER and draw(st.booleans())
+    return Asked(tuple(groups), num_blocks, mode, draw(st.booleans()), apart)
 
 
 def written(made: KVCacheAllocation, layer: str, content: object, at: dict[Axis, int]) -> set[int]:

@@ -15,22 +15,21 @@ from registration import (
     StateChunk,
     build_kv_cache_references,
 )
-from registration.allocation.allocate import (
-    HUGE_PAGE_NBYTES,
+from registration.allocation import (
+    AttentionTensor,
+    GroupPages,
     HeadMajor,
     HeadMajorRefused,
+    LayerPages,
     LayerRefused,
-    RowOrder,
-    allocate,
-)
-from registration.allocation.contents import (
-    AttentionTensor,
+    LayerView,
     OpaqueTensor,
+    RowOrder,
     StateTensor,
     StateTensors,
+    allocate,
 )
-from registration.allocation.layers import GroupPages, LayerPages
-from registration.allocation.strided import LayerView
+from registration.allocation.allocate import HUGE_PAGE_NBYTES
 from tests.registration.layer_pages import (
     BLOCKS,
     KV,
@@ -45,6 +44,10 @@ from tests.registration.layer_pages import (
     shapes,
     window,
 )
+
+NHD = AttentionTensor((BLOCKS, 2, 4, 3), (B, H, N, C), (0, 2, 1, 3), torch.float16)
+FLASH = AttentionTensor((2, BLOCKS, 4, 3), (KV, B, N, C), (0, 1, 2, 3), torch.float16)
+UNKNOWN = OpaqueTensor((BLOCKS, 24), (B, C), (0, 1), torch.float16)
 
 
 def one(view: LayerView) -> torch.Tensor:
@@ -61,14 +64,82 @@ def test_layers_of_equal_pages_share_one_tensor_of_blocks_then_layers() -> None:
     assert {tensor.block_stride for tensor in made.references.tensors} == {144}
 
 
-def test_each_page_size_has_an_allocation_of_its_own() -> None:
+def test_pages_of_unequal_sizes_lie_side_by_side_in_one_row() -> None:
     made = allocate(
         [full(pages("a", attention()), pages("b", attention(dim=4)), pages("c", attention()))],
         BLOCKS,
     )
-    assert shapes(made) == [(BLOCKS, 2, 48), (BLOCKS, 1, 64)]
+    assert shapes(made) == [(BLOCKS, 48 + 64 + 48)]
+    assert [ref.offset for ref in made.references.groups[0].data] == [0, 48, 48 + 64]
     assert made.references.groups[0].layers == ("a", "b", "c")
     assert list(made.views) == ["a", "b", "c"]
+
+
+def test_pages_of_several_dtypes_leave_gaps_so_that_each_is_aligned() -> None:
+    odd, even = attention(1, 1, 3, torch.int8), attention(1, 1, 1, torch.float32)
+    made = allocate([full(pages("odd", odd), pages("even", even), pages("last", odd))], BLOCKS)
+    assert [ref.offset for ref in made.references.groups[0].data] == [0, 4, 8]
+    assert shapes(made) == [(BLOCKS, 12)], "a row ends where the next may begin"
+
+
+def test_head_major_each_page_size_has_an_allocation_of_its_own() -> None:
+    layers = (pages("a", attention()), pages("b", attention(dim=4)), pages("c", attention()))
+    made = allocate([full(*layers)], BLOCKS, head_major=HeadMajor.PREFER)
+    assert shapes(made) == [(BLOCKS, 2, 2, 24), (BLOCKS, 2, 1, 32)]
+
+
+def test_layers_apart_have_an_allocation_each_which_groups_may_share() -> None:
+    groups = [full(pages("f0", attention()), pages("f1", NHD)), window(pages("w0", attention()))]
+    for overlay, expected in ((False, [(BLOCKS, 1, 48)] * 3), (True, [(BLOCKS, 1, 48)] * 2)):
+        made = allocate(groups, BLOCKS, overlay=overlay, layers_apart=True)
+        assert shapes(made) == expected
+        assert {one.order for one in made.allocations} == {RowOrder.OWN}
+        [first, _], [of_window] = (group.data for group in made.references.groups)
+        assert (first.tensor == of_window.tensor) is overlay
+
+
+def test_scattered_pages_overlay_only_those_that_are_scattered_alike() -> None:
+    twin, other = pages("twin", FLASH), pages("other", attention(2, 4, 3))
+    groups = [full(pages("flash", FLASH)), window(twin, other)]
+    made = allocate(groups, BLOCKS, overlay=True, layers_apart=True)
+    assert shapes(made) == [(BLOCKS * 48,), (BLOCKS, 1, 48)]
+    assert made.groups[0].layers[0].allocation == made.groups[1].layers[0].allocation
+
+
+@pytest.mark.parametrize("head_major", [HeadMajor.PREFER, HeadMajor.REQUIRE])
+def test_layers_apart_are_not_head_major(head_major: HeadMajor) -> None:
+    expected = f"head_major: expected never for layers apart, got {head_major.value}"
+    with pytest.raises(RegistrationError, match=expected):
+        allocate([full(pages("a", attention()))], BLOCKS, head_major=head_major, layers_apart=True)
+
+
+def test_an_engine_may_bring_the_memory() -> None:
+    arena = torch.arange(1000, dtype=torch.int16).view(torch.int8)
+    taken = [0]
+
+    def empty(nbytes: int) -> torch.Tensor:
+        taken.append(taken[-1] + nbytes)
+        return arena[taken[-2] : taken[-1]]
+
+    layers = (pages("a", attention()), pages("b", attention(dim=4)))
+    made = allocate([full(*layers)], BLOCKS, layers_apart=True, empty=empty)
+    assert taken == [0, BLOCKS * 48, BLOCKS * (48 + 64)]
+    bases = [one.memory.base - arena.data_ptr() for one in made.allocations]
+    assert bases == taken[:2]
+    assert one(made.views["b"]).data_ptr() == arena.data_ptr() + BLOCKS * 48
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(BLOCKS * 48 + 1, dtype=torch.int8),
+        torch.zeros(BLOCKS * 48, dtype=torch.uint8),
+        torch.zeros(2 * BLOCKS * 48, dtype=torch.int8)[::2],
+    ],
+)
+def test_memory_of_another_kind_than_was_asked_for_is_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(RegistrationError, match=f"empty: expected {BLOCKS * 48} contiguous int8"):
+        allocate([full(pages("a", attention()))], BLOCKS, empty=lambda _: wrong)
 
 
 def test_head_major_memory_is_blocks_then_heads_then_layers() -> None:
@@ -239,9 +310,6 @@ def test_memory_that_no_transport_can_register_is_refused() -> None:
         allocate([full(pages("a", attention()))], BLOCKS, device=torch.device("meta"))
 
 
-NHD = AttentionTensor((BLOCKS, 2, 4, 3), (B, H, N, C), (0, 2, 1, 3), torch.float16)
-FLASH = AttentionTensor((2, BLOCKS, 4, 3), (KV, B, N, C), (0, 1, 2, 3), torch.float16)
-UNKNOWN = OpaqueTensor((BLOCKS, 24), (B, C), (0, 1), torch.float16)
 CANNOT = {
     "heads": (pages("odd", attention(heads=4, tokens=2)), "2 as first has", "4"),
     "tokens in a block": (pages("odd", attention(tokens=2, dim=6)), "4 as first has", "2"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from registration import AttentionChunk, AttentionKind, RegistrationError
+from registration import AttentionChunk, AttentionKind, RegistrationError, StateChunk
 from registration.allocation.allocate import LayerRefused
 from registration.allocation.contents import (
     AttentionTensor,
@@ -111,3 +111,12 @@ def test_empty_states_and_negative_heads_are_refused() -> None:
         StateTensor((2, 0), torch.int8)
     with pytest.raises(RegistrationError, match="first_head"):
         AttentionTensor((BLOCKS, 2), (B, C), (0, 1), torch.int8, -1)
+    with pytest.raises(RegistrationError, match="first_head"):
+        StateTensor((2,), torch.int8, 2, -1)
+    with pytest.raises(RegistrationError, match="num_heads: expected a divisor of 4, got 3"):
+        StateTensor((4, 2), torch.int8, 3)
+
+
+def test_the_parts_of_a_state_that_ranks_divide_are_heads_of_its_chunk() -> None:
+    states = StateTensors((StateTensor((4, 3), torch.int8, 4, 8), StateTensor((2,), torch.int8)))
+    assert states.chunks({B: 14}) == (StateChunk(12, 0, 4, 8), StateChunk(2, 12))
