@@ -54,6 +54,7 @@ from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthent
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
+from transport.closing import Closing
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class LenderBroken(RuntimeError):
     """The lender's thread died; what is lent would stay lent, so the engine must stop."""
 
 
-class Lender:
+class Lender(Closing):
     """Serves ``welcome`` and leases at ``host:port`` until closed.
 
     Args:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,6 +33,10 @@ _EXACT = float(1 << 53)
 _PORTS = (1, 65535)
 _TOKENS = (0, 1 << 31)
 MAX_CUTS = 64
+_PROMPT_HEX = 32
+
+TOKENS = msgspec.msgpack.Encoder(enc_hook=int)
+"""Of a kind that msgpack does not know, such as numpy's, a token is still a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,15 @@ class Ticket:
             digest.update(f"{len(text)}:{text}".encode())
         return digest.digest()
 
+    def check_prompt(self, digest: str) -> None:
+        """Check that the ticket is for the prompt with this digest, see :func:`prompt_digest`.
+
+        Raises:
+            TicketError: it is for another one.
+        """
+        if self.prompt != digest:
+            raise TicketError("pdconn.prompt", digest, self.prompt)
+
     def to_params(self, tp_size: int, pp_size: int) -> dict[str, Any]:
         """The ``kv_transfer_params`` for the decode engine's request."""
         cuts = [[cut.num_tokens, cut.digest] for cut in self.cuts]
@@ -153,6 +167,32 @@ class Ticket:
                 **({"adapter": self.adapter} if self.adapter else {}),
             },
         }
+
+
+def prompt_digest(tokens: Sequence[int], adapter: str = "", features: Iterable[str] = ()) -> str:
+    """16 hexadecimal bytes, equal when the KV of two prompts may be exchanged.
+
+    Args:
+        tokens: of the prompt.
+        adapter: the name of the adapter that computes it; empty without one.
+        features: identifies each multimodal input, in their order.
+
+    About 10 ns a token, on an engine's thread: msgpack encodes tokens three times as fast as an
+    array is made of them, and SHA-256 has instructions of its own on today's processors.
+
+    >>> prompt_digest([1, 2, 3]) == prompt_digest([1, 2, 3], "french")
+    False
+    """
+    return closed_digest(hashlib.sha256(TOKENS.encode(tokens)), adapter, features)
+
+
+def closed_digest(digest: Any, adapter: str, features: Iterable[str], more: str = "") -> str:
+    """The digest of tokens that were given to ``digest``, and of what else their KV depends on."""
+    digest.update(f"|{adapter}".encode())
+    for feature in features:
+        digest.update(f"|{feature}".encode())
+    digest.update(more.encode())
+    return str(digest.hexdigest()[:_PROMPT_HEX])
 
 
 def trimmed(ids: Sequence[int]) -> BlockList:

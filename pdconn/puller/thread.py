@@ -36,6 +36,7 @@ from pdconn.sidechannel.dial import resolve
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 from transport import Transport
+from transport.closing import Closing
 from transport.streams import StreamPoint
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ _REPORTED = (ReadBlocks, FailPull)
 """Commands that are answered by a report."""
 
 
-class Puller:
+class Puller(Closing):
     """Pulls for one decode rank until closed.
 
     Args:

@@ -13,16 +13,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from pdconn.protocol import ticket
 from pdconn.protocol.errors import TicketError
+from pdconn.protocol.ticket import TOKENS, closed_digest
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
-
-_HEX = 32
-_TOKENS = msgspec.msgpack.Encoder(enc_hook=int)
-"""Of a kind that msgpack does not know, such as numpy's, a token is still a number."""
 
 _PIECE = 1 << 15
 """Tokens that are encoded at a time; msgpack tells the length of so many in 3 bytes."""
@@ -38,13 +34,9 @@ def has_embeddings(request: Any) -> bool:
 
 
 def prompt_digest(request: Any) -> str:
-    """16 hexadecimal bytes, equal when the prompts' KV may be exchanged.
-
-    ``request`` is vLLM's ``Request``.  About 10 ns a token, on the engine's thread: tokens
-    are encoded by msgpack, three times as fast as into an array, and SHA-256 has
-    instructions of its own on today's processors.
-    """
-    return _digest(request, request.prompt_token_ids or (), request.mm_features)
+    """:func:`pdconn.protocol.ticket.prompt_digest` of vLLM's ``Request``."""
+    tokens, features = request.prompt_token_ids or (), request.mm_features
+    return ticket.prompt_digest(tokens, _adapter(request), _identifiers(features))
 
 
 def prefix_digest(request: Any, num_tokens: int) -> str:
@@ -65,27 +57,25 @@ def prefix_digests(request: Any, ends: Sequence[int]) -> list[str]:
         for at in range(begin, end, _PIECE):
             digest.update(_without_length(tokens[at : min(end, at + _PIECE)]))
         inside = [one for one in features if one.mm_position.offset < end]
-        digests.append(_closed(digest.copy(), request, inside, f"|prefix|{end}|{salt!r}"))
+        more = f"|prefix|{end}|{salt!r}"
+        closed = closed_digest(digest.copy(), _adapter(request), _identifiers(inside), more)
+        digests.append(closed)
         begin = end
     return digests
 
 
 def _without_length(tokens: Sequence[int]) -> memoryview:
     """Tokens as msgpack encodes them, one after the other; at most ``_PIECE`` of them."""
-    return memoryview(_TOKENS.encode(list(tokens)))[1 if len(tokens) < 16 else 3 :]
+    return memoryview(TOKENS.encode(list(tokens)))[1 if len(tokens) < 16 else 3 :]
 
 
-def _digest(request: Any, tokens: Any, features: Any) -> str:
-    return _closed(hashlib.sha256(_TOKENS.encode(tokens)), request, features)
-
-
-def _closed(digest: Any, request: Any, features: Any, more: str = "") -> str:
+def _adapter(request: Any) -> str:
     adapter = request.lora_request
-    digest.update(f"|{adapter.lora_name if adapter else ''}".encode())
-    for feature in features or ():
-        digest.update(f"|{feature.identifier}".encode())
-    digest.update(more.encode())
-    return str(digest.hexdigest()[:_HEX])
+    return adapter.lora_name if adapter else ""
+
+
+def _identifiers(features: Any) -> list[str]:
+    return [feature.identifier for feature in features or ()]
 
 
 def parent_of(request_id: str) -> str | None:
