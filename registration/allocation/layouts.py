@@ -73,10 +73,14 @@ class AllocationPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A layer among those of equal page size, and the column it gets."""
+    """A layer among those of equal page size, and which of ``of`` columns it gets.
+
+    ``of`` counts those of its own group where groups overlay, else those of all.
+    """
 
     pages: LayerPages
     index: int
+    of: int
 
 
 def plan_allocations(
@@ -236,31 +240,34 @@ def _apart(
 def _columns_by_page_size(
     groups: Sequence[GroupPages], *, overlay: bool
 ) -> Iterator[list[_Column]]:
-    columns: dict[int, list[_Column]] = {}
-    used: Counter[tuple[int, int]] = Counter()
+    layers: dict[int, dict[int, list[LayerPages]]] = {}
     for number, group in enumerate(groups):
         for layer in _sharing(group):
-            nbytes = layer.page_nbytes
-            counter = (nbytes, number if overlay else 0)
-            columns.setdefault(nbytes, []).append(_Column(layer, used[counter]))
-            used[counter] += 1
-    yield from columns.values()
+            by_group = layers.setdefault(layer.page_nbytes, {})
+            by_group.setdefault(number if overlay else 0, []).append(layer)
+    for by_group in layers.values():
+        yield [
+            _Column(layer, index, len(some))
+            for some in by_group.values()
+            for index, layer in enumerate(some)
+        ]
 
 
 def _shared(columns: Sequence[_Column], num_blocks: int, head_major: HeadMajor) -> AllocationPlan:
     order, num_heads = _order([column.pages for column in columns], head_major)
-    num_columns = 1 + max(column.index for column in columns)
+    num_columns = max(column.of for column in columns)
     cell = columns[0].pages.page_nbytes // num_heads
-    steps = {Axis.BLOCK: num_heads * num_columns * cell}
+    block = {Axis.BLOCK: num_heads * num_columns * cell}
+    placed = []
+    for column in columns:
+        # Heads of a narrower group lie as close as its own layers allow, as in vLLM: all of its
+        # block is one run then, and what is left of the row is behind it.
+        head = {Axis.HEAD: column.of * cell} if order is RowOrder.HEAD_MAJOR else {}
+        placed.append(PlacedLayer(column.pages, column.index * cell, {**block, **head}))
     shape: tuple[int, ...] = (num_blocks, num_columns, cell)
     if order is RowOrder.HEAD_MAJOR:
-        steps[Axis.HEAD] = num_columns * cell
         shape = (num_blocks, num_heads, num_columns, cell)
-    return AllocationPlan(
-        order,
-        shape,
-        tuple(PlacedLayer(column.pages, column.index * cell, steps) for column in columns),
-    )
+    return AllocationPlan(order, shape, tuple(placed))
 
 
 def _order(layers: Sequence[LayerPages], head_major: HeadMajor) -> tuple[RowOrder, int]:

@@ -39,23 +39,27 @@ def layout_memory(
 
     ``token_nbytes`` is one token of one head, K and V fused.  ``opaque`` hides the
     tokens.  ``row_layers`` is the width that the group's rows have, in layers, when
-    another group needs more than ``len(layers)``.  The bytes needed from ``base`` on
+    another group needs more than ``len(layers)``: as in vLLM, heads of this group are then no
+    farther apart, and what is left of a row is at its end.  The bytes needed from ``base`` on
     are those of every ``LayerMemory.allocation``, or ``layout_nbytes``.
 
     Raises:
         ValueError: padding or opaque tokens that this layout cannot have.
     """
     sizes = {
-        "L": row_layers or len(layers),
+        "L": len(layers),
         "B": num_blocks,
         "H": num_heads,
         "N": block_tokens,
         "C": token_nbytes,
     }
     strides = _strides(layout, sizes, page_padding)
+    row_nbytes = _page_nbytes(sizes, page_padding) * (row_layers or len(layers))
+    if layout[0] == "B":  # a narrower group is as dense, and the rest of its rows is free
+        strides["B"] = row_nbytes
     if opaque and strides["N"] != token_nbytes:
         raise ValueError(f"{layout} with {num_heads} heads: an opaque head is not contiguous")
-    allocation = Memory(base, _page_nbytes(sizes, page_padding) * sizes["L"] * num_blocks, device)
+    allocation = Memory(base, row_nbytes * num_blocks, device)
     chunk = AttentionChunk(
         num_heads,
         block_tokens * token_nbytes,
@@ -97,14 +101,17 @@ def walked_bytes(
     row_layers: int | None = None,
 ) -> dict[int, Label]:
     """What every byte that holds data is, by address, found by walking through memory."""
-    sizes = {"L": row_layers or len(layers), "B": num_blocks, "H": num_heads, "N": block_tokens}
+    sizes = {"L": len(layers), "B": num_blocks, "H": num_heads, "N": block_tokens}
+    page = num_heads * block_tokens * token_nbytes + page_padding
+    missing = ((row_layers or len(layers)) - len(layers)) * page
     found: dict[int, Label] = {}
     cursor = base
-    for indices in product(*(range(sizes[letter]) for letter in layout[:-1])):
+    for number, indices in enumerate(product(*(range(sizes[letter]) for letter in layout[:-1]))):
         at = dict(zip(layout, indices, strict=False))
+        if layout[0] == "B" and number and not any(indices[1:]):
+            cursor += missing  # the next block
         for byte in range(token_nbytes):
-            if at["L"] < len(layers):
-                found[cursor] = (layers[at["L"]], 0, at["B"], at["H"], at["N"], byte)
+            found[cursor] = (layers[at["L"]], 0, at["B"], at["H"], at["N"], byte)
             cursor += 1
         if at["H"] == num_heads - 1 and at["N"] == block_tokens - 1:
             cursor += page_padding

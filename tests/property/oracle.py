@@ -176,15 +176,15 @@ class Side:
         position = {block: table.first + i for i, block in enumerate(table.ids) if block}
         page, kernel = self._page(rank, group), group.parts * group.split
         rows = group.rows // group.split
-        sizes = {"L": page["row_layers"], "B": self.num_blocks * kernel}
-        sizes |= {"H": len(heads), "N": rows}
+        sizes = {"L": len(here), "B": self.num_blocks * kernel, "H": len(heads), "N": rows}
         cell = group.sort.row_nbytes
         byte = np.arange(cell, dtype=np.int64)
-        cursor = 0
+        free, cursor = self._free(page, len(here), kernel // group.parts), 0
         for indices in product(*(range(sizes[letter]) for letter in self.layout[:-1])):
             at = dict(zip(self.layout, indices, strict=False))
             block, part = divmod(at["B"], kernel)
-            if at["L"] < len(here) and block in position:
+            cursor += free if at["B"] and not any(indices[1:]) else 0
+            if block in position:
                 nth = position[block] * kernel + part
                 where, offset = (nth, at["N"] * cell) if sort.opaque else (nth * rows + at["N"], 0)
                 yield cursor, _label(here[at["L"]], heads[at["H"]], where, offset) + byte
@@ -200,16 +200,22 @@ class Side:
         positions = self._states(group, table)
         page = self._page(rank, group)
         cursor = 0
-        sizes = {"L": page["row_layers"], "B": self.num_blocks}
+        sizes, free = {"L": len(here), "B": self.num_blocks}, self._free(page, len(here))
         for indices in product(*(range(sizes[letter]) for letter in self.layout if letter in "LB")):
             at = dict(zip((c for c in self.layout if c in "LB"), indices, strict=True))
+            cursor += free if at["B"] and not at["L"] else 0
             for piece, nbytes in enumerate(group.sort.pieces):
                 for head in heads:
-                    if at["L"] < len(here) and at["B"] in positions:
+                    if at["B"] in positions:
                         first = _label(here[at["L"]], head, positions[at["B"]], piece << 10)
                         yield cursor, first + np.arange(nbytes, dtype=np.int64)
                     cursor += nbytes
             cursor += self.padding
+
+    def _free(self, page: dict[str, int], num_layers: int, split: int = 1) -> int:
+        """Bytes at a block's end that only a group of more layers uses; blocks outermost."""
+        one = layout_nbytes(**{**page, "num_blocks": 1, "row_layers": 1}) // split
+        return (page["row_layers"] - num_layers) * one if self.layout[0] == "B" else 0
 
     def _states(self, group: Group, table: BlockList) -> dict[int, int]:
         """Blocks that hold a state, and the position of its labels."""

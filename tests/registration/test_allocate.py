@@ -212,7 +212,9 @@ def test_overlay_works_head_major_too() -> None:
         head_major=HeadMajor.REQUIRE,
     )
     assert shapes(made) == [(BLOCKS, 2, 3, 24)]
-    assert made.references.groups[0].data[0].head_stride == 72
+    narrow, wide = (group.data[0] for group in made.references.groups)
+    assert (narrow.head_stride, wide.head_stride) == (24, 72), "as close as its layers allow"
+    assert {tensor.block_stride for tensor in made.references.tensors} == {144}
 
 
 def test_a_latent_is_one_head_that_starts_at_zero() -> None:

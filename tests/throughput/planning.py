@@ -156,7 +156,10 @@ def memory_row(layout: str, tokens: int) -> PlanMemory:
     """Plan one prompt, with the same block ids, in both caches."""
     small, large = (plan_memory(layout, tokens, blocks) for blocks in CACHES)
     assert small[0] == large[0]
-    return PlanMemory(f"plan of {tokens} tokens, {layout}", small[0], small[1], large[1])
+    # Blocks outermost have one run each, which bears alone what is kept of a block: its two ids.
+    bound_nbytes = 96.0 if layout[0] == "B" else 80.0
+    what = f"plan of {tokens} tokens, {layout}"
+    return PlanMemory(what, small[0], small[1], large[1], bound_nbytes)
 
 
 def plan_memory(layout: str, tokens: int, blocks: int) -> tuple[int, int]:
