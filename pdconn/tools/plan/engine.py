@@ -135,14 +135,14 @@ class EngineShape:
         """Memory of every rank, stage by stage; rank ``r`` is tensor-parallel rank ``r % tp``."""
         groups = self.groups
         return [
-            build_kv_cache_references(
-                rank_memory(
-                    groups,
-                    self.layout,
-                    num_blocks,
-                    RankPlace(stage, rank, self.tp, (1 + number * self.tp + rank) * _RANK_SPACING),
-                )
-            )
+            build_kv_cache_references(rank_memory(groups, self.layout, num_blocks, place))
+            for place in self.places()
+        ]
+
+    def places(self) -> list[RankPlace]:
+        """What every rank holds of the model, in the order of :meth:`references`."""
+        return [
+            RankPlace(stage, rank, self.tp, (1 + number * self.tp + rank) * _RANK_SPACING)
             for number, stage in enumerate(pipeline_stages(self.model.num_layers, self.pp))
             for rank in range(self.tp)
         ]

@@ -94,7 +94,7 @@ def rank_memory(
     groups: Sequence[LayerGroup], layout: str, num_blocks: int, place: RankPlace
 ) -> tuple[GroupMemory, ...]:
     """A rank's groups in memory; a group without a layer on this stage is empty."""
-    here = [_on_stage(group, place.stage) for group in groups]
+    here = [on_stage(group, place.stage) for group in groups]
     row = max(sum(s.page_nbytes * len(s.layers) for s in shares) for shares in here)
     allocation = Memory(place.base, row * num_blocks)
     made = []
@@ -113,7 +113,8 @@ def rank_memory(
     return tuple(made)
 
 
-def _on_stage(group: LayerGroup, stage: range) -> list[SharedTable]:
+def on_stage(group: LayerGroup, stage: range) -> list[SharedTable]:
+    """The shares of a group, of the layers of one pipeline stage; those that have any."""
     shares = [
         SharedTable(share.sort, tuple(n for n in share.layers if n in stage), share.page_nbytes)
         for share in group.shares

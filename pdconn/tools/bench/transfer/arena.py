@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,23 @@ class BenchMemory(Closing):
         self._words: NDArray[np.uint64] | None = np.frombuffer(
             self._map, np.uint64, whole // _WORD, skip
         )
+        self._taken = 0
         self.blank()
+
+    def take(self, nbytes: int) -> Any:
+        """The next ``nbytes`` bytes as an int8 tensor, which must not outlive the memory.
+
+        Raises:
+            BenchError: fewer are left.
+        """
+        import torch
+
+        begin, self._taken = self._taken, self._taken + nbytes
+        if self._taken > self.memory.nbytes:
+            left = self.memory.nbytes - begin
+            raise BenchError(f"memory: expected at most {left:,} bytes more, got {nbytes:,}")
+        assert self._words is not None
+        return torch.from_numpy(self._words.view(np.int8)[begin : self._taken])
 
     def blank(self) -> None:
         """Set every byte to 0xEE, which a pattern is unlikely to hold for long."""

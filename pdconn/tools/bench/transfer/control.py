@@ -27,6 +27,7 @@ from pdconn.protocol.framing import Frames, frame
 from pdconn.tools.bench.errors import LenderFailed
 from pdconn.tools.bench.interrupts import interruptible
 from pdconn.tools.plan.engine import EngineShape
+from registration.references import KVCacheReferences
 
 _MAX_FRAME = 64 << 20
 _CHUNK = 1 << 18
@@ -46,11 +47,12 @@ class Open(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """One rank's memory: its first address, bytes, and the transport's address."""
+    """One rank's memory: its first address and bytes, what lies where, the transport's address."""
 
     rank: int
     base: int
     nbytes: int
+    references: KVCacheReferences
     address: bytes
 
 

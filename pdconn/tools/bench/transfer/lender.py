@@ -34,7 +34,7 @@ from pdconn.tools.bench.transfer.control import (
 )
 from pdconn.tools.bench.transfer.mooncake import Mooncake
 from pdconn.tools.bench.transfer.paths import PATHS
-from pdconn.tools.bench.transfer.workload import extent
+from pdconn.tools.bench.transfer.workload import allocated, extent
 from pdconn.tools.lab.keeper import die_with_parent
 from transport import TransportError
 from transport.closing import Closing
@@ -77,11 +77,12 @@ class BenchLender(Closing):
         for rank in asked.ranks:
             arena = BenchMemory(extent(described[rank]), huge_pages=path.huge_pages)
             self._stack.enter_context(arena)
+            references = allocated(asked.engine, rank, asked.num_blocks, arena)
             arena.fill(seed=rank)
             transport = self._stack.enter_context(path.open(f"bench-lender-{rank}"))
             transport.register([arena.memory])
-            address = transport.address()
-            lent.append(Lent(rank, arena.memory.base, arena.memory.nbytes, address))
+            base, nbytes = arena.memory.base, arena.memory.nbytes
+            lent.append(Lent(rank, base, nbytes, references, transport.address()))
             facts |= transport.describe()
             if rival is not None:
                 rival.register(arena.memory)

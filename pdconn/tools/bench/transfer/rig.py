@@ -24,7 +24,7 @@ from pdconn.tools.bench.transfer.methods import LayeredPairings, Method, ReadsBy
 from pdconn.tools.bench.transfer.mooncake import Mooncake
 from pdconn.tools.bench.transfer.moves import Mover, Sample
 from pdconn.tools.bench.transfer.paths import Path
-from pdconn.tools.bench.transfer.workload import Workload, extent, placed
+from pdconn.tools.bench.transfer.workload import Workload, allocated, extent, placed
 from registration.references import KVCacheReferences
 from transport import Memory, Transport
 from transport.closing import Closing
@@ -123,9 +123,15 @@ class OpenCase(Closing):
         self._arena = self._stack.enter_context(
             BenchMemory(extent(ours), huge_pages=self.path.huge_pages)
         )
+        self._ours = allocated(
+            workload.decode, workload.rank, workload.taken[0].num_blocks, self._arena
+        )
         self._transport: Transport = self._stack.enter_context(self.path.open("bench-reader"))
         self._transport.register([self._arena.memory])
         self._remote = {one.rank: Memory(one.base, one.nbytes) for one in opened.lent}
+        self._theirs = workload.theirs()  # of ranks that we do not read from, at made-up addresses
+        for one in opened.lent:
+            self._theirs[one.rank] = one.references
         peers = {one.rank: self._transport.connect(one.address) for one in opened.lent}
         self._moves = Mover(self._transport, peers)
         self._stack.callback(self._moves.close)
@@ -136,8 +142,7 @@ class OpenCase(Closing):
 
     def _plan(self) -> None:
         workload = self.workload
-        ours, theirs = self._placed(workload)
-        pairing = workload.pairing(ours, theirs)
+        pairing = workload.pairing(self._ours, self._theirs)
         wanted = [
             (need, tables.lists)
             for need, tables in zip(workload.needs(), workload.lent, strict=True)

@@ -1,8 +1,8 @@
 """What is pulled: one decode rank's share of prompts that a prefill engine computed.
 
-Two engine shapes describe memory that does not exist; :func:`placed` moves a description
-to real memory.  Both sides of a benchmark compute all of this from the same few numbers,
-so only those are sent.
+Two engine shapes describe memory that does not exist, of which both sides of a benchmark compute
+its size from the same few numbers.  Each allocates its own, and the lender sends where its memory
+lies (:func:`allocated`); :func:`placed` moves another description there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pdconn.planning.plan import Need, Pairing
-from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.bench.errors import BadOption, BenchError
+from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.plan.engine import EngineShape
 from pdconn.tools.plan.errors import ShapeError
 from pdconn.tools.plan.tables import IDS, Ids, Tables, tables_of_requests
@@ -107,6 +108,21 @@ def extent(references: KVCacheReferences) -> int:
     """Bytes of the one allocation of an engine shape's rank."""
     [memory] = references.memories()
     return memory.nbytes
+
+
+def allocated(
+    engine: EngineShape, rank: int, num_blocks: int, arena: BenchMemory
+) -> KVCacheReferences:
+    """Allocate the memory of a rank in ``arena``, by its engine's layout; where all of it lies.
+
+    Raises:
+        BenchError: torch is not installed, or the arena is too small.
+    """
+    try:
+        from pdconn.tools.bench.transfer.pages import allocate_rank
+    except ImportError as error:
+        raise BenchError(f"torch, which allocates memory, cannot be imported: {error}") from error
+    return allocate_rank(engine, rank, num_blocks, arena.take).references
 
 
 def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:
