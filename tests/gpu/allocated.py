@@ -9,10 +9,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from registration.allocation.allocate import HeadMajor, KVCacheAllocation, allocate
-from registration.allocation.contents import AttentionTensor
-from registration.allocation.layers import GroupPages, LayerPages
-from registration.allocation.strided import Axis
+from registration.allocation import (
+    AttentionTensor,
+    Axis,
+    GroupPages,
+    HeadMajor,
+    KVCacheAllocation,
+    LayerPages,
+    allocate,
+)
 from registration.references import AttentionKind
 from tests.gpu.cases import BLOCK_TOKENS, U8, as_bytes
 from transport import Device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,17 @@ class BytesOn:
         self._tensor = raw[skip : skip + content.size]
         self.memory = Memory(self._tensor.data_ptr(), content.size, device)
         self[:] = content
+
+    def allocator(self) -> Callable[[int], torch.Tensor]:
+        """Gives these bytes piece by piece, from the first one on, as an engine's allocator."""
+        taken = 0
+
+        def empty(nbytes: int) -> torch.Tensor:
+            nonlocal taken
+            begin, taken = taken, taken + nbytes
+            return self._tensor.view(torch.int8)[begin:taken]
+
+        return empty
 
     def __setitem__(self, at: Any, value: Any) -> None:
         """As a numpy array: a slice, or one byte."""

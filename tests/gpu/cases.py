@@ -14,12 +14,15 @@ from random import Random
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList, trimmed
+from registration.allocation import GroupPages, LayerPages, allocate_in, attention_in
 from registration.references import AttentionKind, KVCacheReferences
-from tests.property.oracle import NOWHERE, UNTOUCHED, Group, Layers, Side, expected
+from tests.gpu.bytes_on import BytesOn
+from tests.property.oracle import NOWHERE, UNTOUCHED, Group, Layers, Side, expected, head_range
 from transport import Memory
 
 BLANK = 0xEE
@@ -91,6 +94,26 @@ def as_bytes(labels: NDArray[np.int64], none: int, instead: int) -> U8:
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)
     return np.where(labels == none, instead, words % np.uint64(200)).astype(np.uint8)
+
+
+def allocated(side: Side, rank: int, held: BytesOn) -> KVCacheReferences:
+    """A rank's memory as an engine allocates it, in the bytes that ``held`` has.
+
+    The oracle walks the same bytes by the layout's name, and knows nothing of this.
+    """
+    groups = []
+    for group in side.groups:
+        sort = group.sort
+        first_head, heads = head_range(sort.heads, side.tp, rank)
+        shape = (side.num_blocks, heads, group.block_tokens, sort.row_nbytes)
+        content = attention_in(side.layout, shape, torch.int8, first_head=first_head)
+        layers = tuple(
+            LayerPages(str(number), content, content.page_nbytes) for number in group.numbers
+        )
+        groups.append(GroupPages(*group.kind, group.block_tokens, layers))
+    made = allocate_in(side.layout, groups, side.num_blocks, overlay=True, empty=held.allocator())
+    assert sum(one.memory.nbytes for one in made.allocations) == held.memory.nbytes
+    return made.references
 
 
 def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:

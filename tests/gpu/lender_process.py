@@ -2,7 +2,7 @@
 
     {"do": "open", "name": …, "boot": …, "options": …}   an arena, for the transport contract
     {"do": "ranks", "case": …, "verify": …}              every rank of a case, and a lender
-    {"do": "allocated", "order": …, "tp": …}             every rank of memory as an engine has it
+    {"do": "views", "order": …, "tp": …}                 every rank of memory as an engine has it
     {"do": "plain", "nbytes": …}                         random bytes in one piece
     {"do": "flip", "rank": …, "offset": …}               flip a byte of a rank
     {"do": "sleeper", "case": …, "tls": …}               one rank of a case in pages of its own
@@ -29,10 +29,10 @@ from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from registration import RegisteredKVMemory
-from registration.allocation.allocate import HeadMajor
+from registration.allocation import HeadMajor
 from tests.gpu.allocated import fill, rank_memory
 from tests.gpu.bytes_on import ArenaOn, BytesOn
-from tests.gpu.cases import TOKENS, Case, Request, placed
+from tests.gpu.cases import TOKENS, Case, Request, allocated, placed
 from tests.gpu.pages import Pages
 from tests.gpu.rigs import LOCALHOST, TRAITS, TTL_S, ticket_of
 from transport import Device
@@ -110,10 +110,10 @@ class Lending:
     def ranks(self, case: dict[str, Any], verify: bool) -> dict[str, Any]:
         request = Request.of(msgspec.convert(case, Case))
         geometry = []
-        for rank, made_up in enumerate(request.theirs.ranks):
+        for rank in range(len(request.theirs.ranks)):
             held = BytesOn(request.lent(rank), self._device)
             self._ranks.append(held)
-            references = placed(made_up, held.memory)
+            references = allocated(request.theirs, rank, held)
             geometry.append(RankGeometry(0, rank, self._pinned(held), references))
         lender = Lender(
             Welcome.of("prefill", "boot", TRAITS, tuple(geometry)), LOCALHOST, 0, is_summing=verify
@@ -128,7 +128,7 @@ class Lending:
         encoded = [msgspec.msgpack.encode(one).hex() for one in geometry]
         return {"ranks": encoded, "port": lender.port}
 
-    def allocated(self, order: str, tp: int) -> dict[str, Any]:
+    def views(self, order: str, tp: int) -> dict[str, Any]:
         encoded = []
         for rank in range(tp):
             made = rank_memory(HeadMajor(order), tp, rank, self._device)

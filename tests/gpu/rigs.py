@@ -45,9 +45,9 @@ class DeviceLender(Lender):
         answer = self._ask(do="ranks", case=msgspec.to_builtins(case), verify=verify)
         return _geometry(answer["ranks"]), answer["port"]
 
-    def allocated(self, order: str, tp: int) -> list[RankGeometry]:
-        """Every rank of memory that ``registration`` allocated, heads in or out of layers."""
-        return _geometry(self._ask(do="allocated", order=order, tp=tp)["ranks"])
+    def views(self, order: str, tp: int) -> list[RankGeometry]:
+        """Every rank of memory that was written through its layers' views."""
+        return _geometry(self._ask(do="views", order=order, tp=tp)["ranks"])
 
     def flip(self, rank: int, offset: int) -> None:
         """Spoil a byte of a rank."""

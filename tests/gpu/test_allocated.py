@@ -8,7 +8,7 @@ import pytest
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from registration import RegisteredKVMemory
-from registration.allocation.allocate import HeadMajor
+from registration.allocation import HeadMajor
 from tests.gpu.allocated import HEADS, NUM_BLOCKS, NUM_LAYERS, content_of, held, rank_memory
 from tests.gpu.cases import BLOCK_TOKENS
 from tests.gpu.rigs import DeviceLender, settled_reads
@@ -24,7 +24,7 @@ THEIRS, OURS = (5, 2, 9, 3), (1, 8, 4, 11)
 def test_views_hold_what_the_lenders_views_held(
     order: HeadMajor, their_tp: int, our_tp: int, lender: DeviceLender, device: Device
 ) -> None:
-    ranks = lender.allocated(order.value, their_tp)
+    ranks = lender.views(order.value, their_tp)
     for rank in range(our_tp):
         made = rank_memory(order, our_tp, rank, device)
         transport = NixlTransport("gpu-decode", huge_pages=False)

@@ -25,7 +25,7 @@ from pdconn.puller.warmup_state import Place
 from registration.scratch import Scratch
 from tests.fakes.layouts import LAYOUTS
 from tests.gpu.bytes_on import BytesOn
-from tests.gpu.cases import BLOCK_TOKENS, Case, Request, placed
+from tests.gpu.cases import BLOCK_TOKENS, Case, Request, allocated
 from tests.gpu.rigs import LOCALHOST, PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of
 from tests.property.oracle import UNTOUCHED, expected
 from transport import Device
@@ -51,12 +51,12 @@ def pulled(
 ) -> Iterator[tuple[Request, int, BytesOn, int]]:
     """Each rank of ours, after it read what its plan says; and how many runs that had."""
     request = Request.of(case)
-    for rank, made_up in enumerate(request.ours.ranks):
+    for rank in range(len(request.ours.ranks)):
         ours = BytesOn(request.blank(rank), device)
         with NixlTransport("gpu-decode", huge_pages=False) as transport:
             transport.register([ours.memory])
             theirs = [one.references for one in ranks]
-            pairing = Pairing.of(placed(made_up, ours.memory), theirs, rank)
+            pairing = Pairing.of(allocated(request.ours, rank, ours), theirs, rank)
             plan = pairing.plan(request.need, request.theirs.tables)
             reads = [
                 transport.read(transport.connect(ranks[number].address), spans)
@@ -120,11 +120,11 @@ def pullers(
     request = Request.of(case)
     with ExitStack() as stack:
         made = []
-        for rank, made_up in enumerate(request.ours.ranks):
+        for rank in range(len(request.ours.ranks)):
             ours, scratch = BytesOn(request.blank(rank), device), Scratch.on(device)
             transport = NixlTransport("gpu-decode", huge_pages=False)
             transport.register([ours.memory, scratch.memory])
-            references = placed(made_up, ours.memory)
+            references = allocated(request.ours, rank, ours)
             me = Rank("decode", rank, case.our_tp, rank, references, TRAITS)
             warm_up = WarmUp((Place(LOCALHOST, port),), scratch.memory)
             puller = Puller(me, transport, verify=verify, warm_up=warm_up)

@@ -19,7 +19,7 @@ from pdconn.puller.rank import Rank
 from pdconn.puller.results import PullResults
 from pdconn.puller.thread import Puller
 from tests.gpu.bytes_on import BytesOn
-from tests.gpu.cases import BLANK, Case, Request, placed
+from tests.gpu.cases import BLANK, Case, Request, allocated
 from tests.gpu.rigs import PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of
 from tests.gpu.test_pulls import until
 from transport import BadAddress, Device
@@ -43,11 +43,10 @@ def tls(request: pytest.FixtureRequest, device: Device) -> str:
 @contextmanager
 def decode(device: Device) -> Iterator[tuple[Puller, BytesOn]]:
     """A puller of one rank, and its memory."""
-    [made_up] = REQUEST.ours.ranks
     ours = BytesOn(REQUEST.blank(0), device)
     transport = NixlTransport("gpu-decode", huge_pages=False)
     transport.register([ours.memory])
-    me = Rank("decode", 0, 1, 0, placed(made_up, ours.memory), TRAITS)
+    me = Rank("decode", 0, 1, 0, allocated(REQUEST.ours, 0, ours), TRAITS)
     puller = Puller(me, transport)
     try:
         yield puller, ours
@@ -170,8 +169,7 @@ def test_memory_is_unmapped_amid_reads_and_nobody_dies(
 
 def read(transport: NixlTransport, rank: RankGeometry, ours: BytesOn) -> bool:
     """Read the request by a rank's description; whether the transport says that it arrived."""
-    [made_up] = REQUEST.ours.ranks
-    pairing = Pairing.of(placed(made_up, ours.memory), [rank.references], 0)
+    pairing = Pairing.of(allocated(REQUEST.ours, 0, ours), [rank.references], 0)
     [(_, spans)] = pairing.plan(REQUEST.need, REQUEST.theirs.tables).reads
     try:
         peer = transport.connect(rank.address)
