@@ -25,8 +25,8 @@ from pdconn.puller.peers import (
 )
 from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Connect, Connected, Disconnect, Job
-from tests.fakes.connection_end import ConnectionEnd
 from tests.fakes.pair import TRAITS, Cache
+from tests.puller.renewals.one_rank import ConnectionEnd
 from transport import PeerId
 
 KEY = PeerKey("p1", 5600, "prefill", "boot-1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdconn.lifecycle.pull import Patience, PullState
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import (
@@ -19,12 +21,35 @@ from pdconn.puller.peers import Peer
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Connect, Connected, Job, Read, ReadSettled
-from tests.fakes.connection_end import ConnectionEnd
 from tests.fakes.pair import TRAITS, Cache
 from transport import PeerId, ReadStats, Settled
 
 BLOCKS = (BlockList(0, (1, 2, 3)),)
 CLAIM_S = 10.0
+
+
+class ConnectionEnd:
+    """A connection whose other end is the test, as ``pdconn.puller.peers.PeerConnection``.
+
+    Attributes:
+        sent: bodies of the frames that were sent.
+        arrived: bodies that the next :meth:`receive` returns.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.arrived: list[bytes] = []
+        self.closed = False
+
+    def send(self, bodies: Iterable[bytes]) -> None:
+        self.sent += bodies
+
+    def receive(self) -> list[bytes]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class OneRank:

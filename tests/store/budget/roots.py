@@ -30,7 +30,7 @@ from pdconn.store.engine.budgeting import RootBudget
 from pdconn.store.errors import ShelfFailure, StoreError
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import StoredPart, StoredRow
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.forest import NAMESPACES, needs, row_of
 
 SIZES = {RowKind.FA: 64, RowKind.WA: 32}

@@ -18,7 +18,7 @@ from pdconn.store.budget.records import news_line, parse_news
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.names import RowKind
 from pdconn.store.shelf.base import StoredPart, StoredRow
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import SIZES, stored
 
 CAPACITY = 1000

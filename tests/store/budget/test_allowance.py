@@ -12,7 +12,7 @@ import pytest
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.allowance import Allowance
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 
 CAPACITY = 1 << 20
 ROW = 1 << 10

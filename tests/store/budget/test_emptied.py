@@ -18,7 +18,7 @@ from pdconn.store.budget.evictions import Evictor
 from pdconn.store.budget.records import read_account
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.base import StoredPart
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import SIZES, stored
 
 CAPACITY = 1000

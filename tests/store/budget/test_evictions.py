@@ -13,7 +13,7 @@ from pdconn.store.budget.evictions import LISTING_S, Evictor
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import StoredPart, StoredRow
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.forest import row_of
 from tests.store.budget.roots import SIZES
 

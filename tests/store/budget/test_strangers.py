@@ -12,7 +12,7 @@ import pytest
 from pdconn.store.budget.accounts import Accounts, recorded_usage
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.base import StoredPart
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import stored
 
 STRANGERS: dict[str, Callable[[Path], object]] = {

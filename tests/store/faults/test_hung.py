@@ -12,7 +12,7 @@ import pytest
 
 from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, LoadPatience
 from pdconn.store.format.names import RowName
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, prompt
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdconn.store.format.names import RowName
 from pdconn.store.rank.shares import RowShare
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, prompt
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.shelf.memory import MemoryRows
+from tests.fakes.memory_shelf import MemoryRows
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import engine, prompt
 

@@ -19,7 +19,7 @@ from pdconn.store.commands import FetchResult, SaveResult
 from pdconn.store.engine.requests import LoadStage
 from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import PATIENCE_S, FakeEngine, Model
 
 TOKENS, ROW_TOKENS, PASS_TOKENS = 131_072, 256, 8192

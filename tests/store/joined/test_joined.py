@@ -11,8 +11,8 @@ import pytest
 
 from pdconn.store.format.names import RowKind
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from registration.references import AttentionKind
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 
 SETTINGS = StoreSettings(root="", capacity=1 << 30, staging=8 << 20, block_tokens=64, min_tokens=1)

@@ -18,7 +18,7 @@ from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.names import RowKind
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, until_ready
 from tests.store.joined.test_joined import SETTINGS
 from tests.store.joined.test_joined import prompt as tokens_of

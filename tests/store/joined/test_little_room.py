@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 
 ENOUGH = StoreSettings(root="", capacity=4 << 20, staging=1 << 20, block_tokens=64, min_tokens=1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import Buffer
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, engine, prompt
 

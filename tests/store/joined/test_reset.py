@@ -12,7 +12,7 @@ from pdconn.store.engine.commits import Committer, SaveBatch
 from pdconn.store.format.footer import checksum, encode_note, row_nbytes
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.tools.cli.stored_rows import LAYOUT, prompt
 
 FA = LAYOUT.fa

@@ -21,7 +21,7 @@ from pdconn.store.engine.budgeting import RootBudget
 from pdconn.store.format.footer import row_nbytes
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 
 STEPS = ("begin", "write", "put_note", "commit", "remove", "discard")

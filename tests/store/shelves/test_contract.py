@@ -13,8 +13,8 @@ from pdconn.store.format.names import RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from pdconn.store.shelf.open import open_shelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.shelves import contract
 from tests.store.shelves.contract import ShelfContract
 from tests.store.shelves.plain_rows import PAGE

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.shelves.contract import ShelfContract
 from tests.store.shelves.plain_rows import OpenShelf
 

@@ -24,7 +24,6 @@ from pdconn.store.engine.build import build_scheduler
 from pdconn.store.format.layout import store_layout
 from pdconn.store.rank.store import RankStore
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from registration.references import (
     AttentionChunk,
     AttentionKind,
@@ -33,6 +32,7 @@ from registration.references import (
     StateChunk,
     build_kv_cache_references,
 )
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.budgets import EndlessBudget
 from transport import Memory
 

@@ -14,8 +14,8 @@ import pytest
 from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import Layer, RowLayout, Section, StoreLayout
 from pdconn.store.format.names import RowKind
-from pdconn.store.shelf.memory import MemoryRows
 from registration.references import AttentionKind
+from tests.fakes.memory_shelf import MemoryRows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""A shelf in this process: rows are kept in memory, for tests and for one process.
+"""A shelf in this process: rows are kept in memory.
 
 ::
 
