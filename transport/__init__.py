@@ -6,7 +6,6 @@
     types, errors   what it takes and returns, and what can go wrong
     nixl/           the transport for real engines, over NIXL
     ucx/            over UCX alone, for machines where NIXL does not load
-    inprocess/      within one process, with faults on demand; for tests and simulations
     faulty          wraps another transport and injects faults (fault_schedule draws them)
     choose          picks NIXL or UCX, as configured and as available
     address         the checksummed envelope around a backend's address
@@ -15,7 +14,8 @@
     streams         points in a GPU's work, to wait for before memory is written
     hugepages       huge pages under host memory, and the warning where they are small
     closing         ``with`` blocks for everything that has ``close()``
-    testing/        the contract that every transport passes, as tests to inherit
+    testing/        the contract that every transport passes, as tests to inherit, and a
+                    transport within one process, with faults on demand
 
 How to add a transport is in ``docs/api.md``.  Nothing above a transport needs to change.
 """

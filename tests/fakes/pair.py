@@ -38,8 +38,8 @@ from registration.references import (
 from registration.scratch import Scratch
 from tests.fakes.layouts import layout_memory
 from transport import HOST
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport
 
 NUM_BLOCKS = 16
 BLOCK_TOKENS = 4

@@ -25,8 +25,8 @@ from pdconn.sidechannel.security import Security
 from tests.fakes.model_free_engines import Prefill
 from tests.faults.child import serve
 from tests.faults.footprint import Footprint, peak_nbytes
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport
 
 
 class _Served:

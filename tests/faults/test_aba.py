@@ -29,9 +29,9 @@ from tests.faults.on_demand.relays import RelayWithoutRenewals
 from tests.faults.prefill_process import PrefillProcess
 from tests.transport.contract.rigs import nixl_options
 from transport.faulty import FaultyTransport, ReadFaults
-from transport.inprocess.faults import Late
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.faults import Late
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport
 
 LEASE_S = 0.05
 LATE = ReadFaults(delay=1.0, delay_s=2.0)

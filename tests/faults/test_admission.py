@@ -32,7 +32,7 @@ from tests.faults.raw_connections import (
     raw_connections,
     serves,
 )
-from transport.inprocess.faults import Held
+from transport.testing.inprocess.faults import Held
 
 # Stalled connections
 

@@ -38,9 +38,9 @@ from tests.transport.contract.rigs import nixl_options
 from transport import PeerLost
 from transport.base import Transport
 from transport.faulty import FaultyTransport, ReadFaults
-from transport.inprocess.faults import Failing, Fault, Late
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.faults import Failing, Fault, Late
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport
 
 PULLS = int(os.environ.get("PDCONN_SOAK", "600"))
 SEED = int(os.environ.get("PDCONN_SEED", "1"))

@@ -17,7 +17,7 @@ from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.entry import PullEntry
 from pdconn.puller.results import ClaimOutcome
 from tests.fakes.pair import Pair
-from transport.inprocess.faults import Held
+from transport.testing.inprocess.faults import Held
 
 _PATIENCE_S = 30.0
 

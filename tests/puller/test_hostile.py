@@ -44,7 +44,7 @@ from registration.references import (
 )
 from tests.fakes.pair import Cache, Pair
 from transport import Device
-from transport.inprocess.faults import Held
+from transport.testing.inprocess.faults import Held
 
 
 def serves(pair: Pair, request: str = "after") -> bool:

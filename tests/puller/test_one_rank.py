@@ -21,8 +21,8 @@ from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
 from tests.fakes.pair import TRAITS, Cache, Pair
 from transport import PeerLost
-from transport.inprocess.faults import Failing
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.faults import Failing
+from transport.testing.inprocess.transport import InProcessTransport
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

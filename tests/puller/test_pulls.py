@@ -17,7 +17,7 @@ from pdconn.tools.lab.ports import free_ports
 from tests.fakes.credulous import without_confirmation
 from tests.fakes.pair import Pair
 from transport import PeerLost
-from transport.inprocess.faults import Failing, Held, Late
+from transport.testing.inprocess.faults import Failing, Held, Late
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC"])

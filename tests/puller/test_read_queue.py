@@ -13,9 +13,9 @@ from pdconn.puller.read_queue import CHUNK_S, MOST_NBYTES, ChunkSizer, PeerReadQ
 from pdconn.puller.reader_thread import ReaderThread
 from pdconn.puller.reads import JobResult, Read, ReadSettled, TransportJobs
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
-from transport.inprocess.faults import Failing, Held
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.faults import Failing, Held
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport
 
 SLICE = 1024
 

@@ -18,7 +18,7 @@ from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.verification import Verification, Verify
 from tests.fakes.pair import Pair
 from tests.faults.raw_clients import RawReader
-from transport.inprocess.faults import Late
+from transport.testing.inprocess.faults import Late
 
 PROVING = [Verify.SAMPLE, Verify.ALWAYS]
 

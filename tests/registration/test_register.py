@@ -38,7 +38,7 @@ from transport import (
     Transport,
     TransportClosed,
 )
-from transport.inprocess.transport import InProcessNetwork, InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 
 class RecordingTransport(Transport):

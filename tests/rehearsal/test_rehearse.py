@@ -10,9 +10,9 @@ import pytest
 
 from pdconn.rehearsal.rehearse import PagedTransport, RehearsalFailed, rehearse
 from transport import Memory, PeerId, ReadId, Spans
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport, Lost
 from transport.nixl.transport import NixlTransport
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport, Lost
 
 BLOCK_NBYTES = 256
 

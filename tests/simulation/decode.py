@@ -24,7 +24,7 @@ from tests.simulation.memory import HEADS, Memory
 from tests.simulation.prefill import POOL, TRAITS, Prefill
 from tests.simulation.world import Clockwork, Machine, World
 from transport import HOST
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessTransport
 
 SLICE_NBYTES = 200
 """So short that long reads are posted in two parts, cut inside of a block."""

@@ -24,7 +24,7 @@ from pdconn.puller.warmup import ProbeRead
 from tests.simulation.decode import Decode, DecodeRank
 from tests.simulation.prefill import Prefill
 from tests.simulation.world import World
-from transport.inprocess.faults import ReadRequest
+from transport.testing.inprocess.faults import ReadRequest
 
 BELIEVING = (PullState.HELD, PullState.READING)
 

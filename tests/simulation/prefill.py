@@ -18,7 +18,7 @@ from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.pool import BlockPool
 from tests.simulation.serving import Serving
 from tests.simulation.world import Machine, Wire, World
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessTransport
 
 POOL = 24
 RESET_S = 0.1

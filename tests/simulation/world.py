@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pdconn.faults.frames import FlowState, FrameFaults, MessageFaults
 from pdconn.sidechannel.connection import SideChannelLost
 from transport import PeerId, PeerLost
-from transport.inprocess.faults import Failing, Fault, Late, ManualClock, ReadRequest
-from transport.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.faults import Failing, Fault, Late, ManualClock, ReadRequest
+from transport.testing.inprocess.network import InProcessNetwork
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transport.address import pack
 from transport.base import Transport
 from transport.choose import WANTED, Choice, Wanted, choose, ucx_options
 from transport.errors import BackendFailure, BadAddress, TransportUnavailable
-from transport.inprocess.transport import InProcessNetwork, InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 
 def runs() -> Transport:

@@ -13,9 +13,9 @@ import pytest
 from transport.base import Transport
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, PeerUnknown, TransportClosed
 from transport.faulty import FaultyTransport, ReadFaults
-from transport.inprocess.faults import Held, ManualClock
-from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 from transport.testing.contract import Arena, Rig
+from transport.testing.inprocess.faults import Held, ManualClock
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 from transport.types import Device, Memory, PeerId
 
 RUN = (64, 4096, 1000)

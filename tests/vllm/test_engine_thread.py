@@ -21,8 +21,8 @@ from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
 from tests.fakes.pair import NUM_BLOCKS, Pair
 from tests.fakes.simulated.requests import vllm_request
-from transport.inprocess.faults import Held
-from transport.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.faults import Held
+from transport.testing.inprocess.network import InProcessNetwork
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

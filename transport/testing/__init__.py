@@ -1,5 +1,7 @@
-"""The contract of transports, as tests that a new transport inherits; needs pytest.
+"""What tests of transports, and of what stands on them, need.
 
-contract    what every transport does, as test classes; ``TransportContract`` is all of them
+inprocess/  a transport within one process, with faults on demand
+contract    what every transport does, as test classes that a new transport inherits, with pytest;
+            ``TransportContract`` is all of them
 rig         a reader connected to a lender, and the bytes on both sides
 """

@@ -25,9 +25,9 @@ from pdconn.puller.reads import (
     TransportJobs,
 )
 from transport import BackendFailure, Device, Memory, PeerId, ReadId, Spans
-from transport.inprocess.faults import Failing, Fault, Late
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.faults import Failing, Fault, Late
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport
 
 NBYTES = QUICK_NBYTES + 1
 GIVE_UP_S = 20.0

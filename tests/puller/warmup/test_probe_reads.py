@@ -18,8 +18,8 @@ from registration.references import (
 from registration.scratch import PAGE_NBYTES, Scratch
 from tests.puller.warmup.warm_pair import SECONDS, WarmPair, until_warm
 from transport import HOST, BackendFailure, Device, Memory, PeerLost, TransportError
-from transport.inprocess.faults import Failing, Held, ReadRequest
-from transport.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.faults import Failing, Held, ReadRequest
+from transport.testing.inprocess.network import InProcessNetwork
 
 
 def test_a_probe_read_reads_one_page_and_changes_no_byte_of_our_kv() -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from transport.errors import BadAddress, BadSpans, OutOfBounds, PeerLost
-from transport.inprocess.transport import InProcessTransport
 from transport.regions import Regions
+from transport.testing.inprocess.transport import InProcessTransport
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
 
 _FINE = Settled(ReadStats(64, 1, 0.0, 0.0))

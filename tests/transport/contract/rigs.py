@@ -14,10 +14,10 @@ from typing import Any
 
 from transport.base import Transport
 from transport.errors import BackendFailure
-from transport.inprocess.faults import Held
-from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 from transport.nixl.transport import NixlTransport
 from transport.testing.contract import ARENA_BYTES, Arena, Rig
+from transport.testing.inprocess.faults import Held
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 from transport.testing.rig import SETTLE_S
 from transport.types import Memory
 

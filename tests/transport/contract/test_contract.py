@@ -7,8 +7,8 @@ import pytest
 from tests.transport.contract import mutants
 from tests.transport.contract.rigs import memory_rig
 from transport.errors import TransportError
-from transport.inprocess.transport import InProcessTransport
 from transport.testing.contract import TransportContract
+from transport.testing.inprocess.transport import InProcessTransport
 
 CAUGHT_BY = {
     mutants.WritesOneByteTooMany: "test_bytes_arrive_exactly_and_nothing_else_changes",

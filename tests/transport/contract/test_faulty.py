@@ -13,9 +13,9 @@ import pytest
 from tests.transport.contract.rigs import Lender, memory_rig, nixl_rig
 from transport.base import Transport
 from transport.faulty import FaultyTransport, ReadFaults
-from transport.inprocess.transport import InProcessTransport
 from transport.nixl.transport import NixlTransport
 from transport.testing.contract import Rig, TransportContract
+from transport.testing.inprocess.transport import InProcessTransport
 
 
 @pytest.fixture(scope="module")

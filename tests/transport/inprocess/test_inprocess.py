@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from transport.address import pack
 from transport.errors import BackendFailure, BadAddress, PeerLost, TransportClosed
-from transport.inprocess.transport import (
+from transport.testing.inprocess.transport import (
     Failing,
     Held,
     InProcessNetwork,

@@ -15,7 +15,7 @@ from pdconn.tools.lab.ports import free_ports
 from tests.vllm.memory.sleeping import Core, Deaf, Engines, fall_asleep, greet, wake_up
 from tests.vllm.runner.rig import LENT, PULLED, rig
 from transport import BackendFailure
-from transport.inprocess.faults import Held
+from transport.testing.inprocess.faults import Held
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -8,8 +8,8 @@ import pytest
 
 from pdconn.vllm.memory.warm import network_only, rehearse_pulls
 from transport import Transport, TransportUnavailable
-from transport.inprocess.network import InProcessNetwork
-from transport.inprocess.transport import InProcessTransport, Lost
+from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessTransport, Lost
 
 
 class Partners:

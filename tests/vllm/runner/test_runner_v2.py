@@ -23,7 +23,7 @@ from tests.vllm.runner.rig import (
     Steps,
     rig,
 )
-from transport.inprocess.faults import Held
+from transport.testing.inprocess.faults import Held
 
 Step = Callable[[Steps], object]
 

@@ -18,7 +18,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ReadBlocks
 from registration.references import AttentionKind
 from tests.fakes.pair import Cache, Pair
-from transport.inprocess.faults import ReadRequest
+from transport.testing.inprocess.faults import ReadRequest
 
 WINDOW = 6
 FULL = BlockList(0, (3, 4, 5))

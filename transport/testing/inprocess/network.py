@@ -17,7 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transport.errors import PeerLost, TransportError
-from transport.inprocess.faults import Clock, Failing, Fault, Held, Late, Lost, ReadRequest, Script
+from transport.testing.inprocess.faults import (
+    Clock,
+    Failing,
+    Fault,
+    Held,
+    Late,
+    Lost,
+    ReadRequest,
+    Script,
+)
 from transport.types import PeerId, ReadStats, Settled, Spans
 
 _NEVER = float("inf")

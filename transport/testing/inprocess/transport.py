@@ -45,9 +45,9 @@ from transport.errors import (
     PeerUnknown,
     TransportClosed,
 )
-from transport.inprocess.faults import Failing, Held, Late, Lost, ManualClock, ReadRequest
-from transport.inprocess.network import InProcessNetwork
 from transport.regions import Regions
+from transport.testing.inprocess.faults import Failing, Held, Late, Lost, ManualClock, ReadRequest
+from transport.testing.inprocess.network import InProcessNetwork
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
 
 __all__ = [
