@@ -92,7 +92,7 @@ class RouterApp:
         self._listed = ListedModels(handover)
         self._probes = probes
         self._bodies = bodies
-        self._xargs: Collection[str] = config.xargs
+        self._xargs: Collection[str] = config.admission.xargs
         self._busy_log = QuietLog(log)
         self._config = config
         self._keys = keys
@@ -115,13 +115,13 @@ class RouterApp:
         middlewares = [
             self.admission.observing,
             logging_access(self._ended),
-            refusing(_SERVED, name_engines=self._config.show_engines),
+            refusing(_SERVED, name_engines=self._config.listen.show_engines),
             checking_heads,
             *([] if self._keys is None else [requiring(self._keys)]),
         ]
         app = web.Application()
-        if self._config.cors_origins:
-            middlewares.insert(2, allowing(app, self._config.cors_origins))
+        if self._config.listen.cors_origins:
+            middlewares.insert(2, allowing(app, self._config.listen.cors_origins))
         app.middlewares.extend(middlewares)
         for route in Route:
             handler = self._counting(route.path, partial(self._answer, route))
@@ -134,7 +134,7 @@ class RouterApp:
         # As the model is called: names hold slashes.
         path, model = "/v1/models/{name:.+}", self._counting(_MODEL_NAME, self._model)
         app.router.add_get(path, model, allow_head=False, expect_handler=_continue)
-        self._probes.add_to(app, name_engines=self._config.show_engines)
+        self._probes.add_to(app, name_engines=self._config.listen.show_engines)
         return app
 
     def _ended(self, request: RoutedRequest) -> None:
@@ -206,7 +206,7 @@ class RouterApp:
         self, http: web.Request, answer: Callable[[web.Request], Awaitable[_Answered]]
     ) -> tuple[web.StreamResponse, RequestEnd]:
         """The answer, in a place in flight, and in time."""
-        limit_s, queue = self._config.request_timeout_s, self._bodies.queue
+        limit_s, queue = self._config.times.request_timeout_s, self._bodies.queue
         deadline_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         in_time = asyncio.timeout_at(deadline_s)
         try:
@@ -230,7 +230,7 @@ class RouterApp:
         self, http: web.Request, answered: _Answered, deadline_s: float | None
     ) -> tuple[web.StreamResponse, RequestEnd]:
         answer, request_id = answered
-        name_engine, served = self._config.show_engines, current()
+        name_engine, served = self._config.listen.show_engines, current()
         reader = served.answer = AnswerReader(answer.status, answer.headers)
         if isinstance(answer, Listing):
             reader.feed(answer.body)
@@ -262,7 +262,7 @@ class RouterApp:
         return end_of(
             answer,
             generates=served.routed is not None,
-            is_clients_key=self._config.passes_authorization,
+            is_clients_key=self._config.listen.passes_authorization,
         )
 
     async def _answer(self, route: Route, http: web.Request) -> _Answered:
@@ -318,7 +318,7 @@ class RouterApp:
         """The request's id, the client's if it sent one, and the headers for engines."""
         headers = from_client(http.headers)
         request_id = current().request_id = headers[REQUEST_ID_HEADER]
-        if not self._config.passes_authorization:
+        if not self._config.listen.passes_authorization:
             headers.popall("Authorization", None)
             headers.popall(KEY_HEADER, None)
             if (authorization := self._engine_key.authorization()) is not None:

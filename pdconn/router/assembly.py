@@ -37,7 +37,7 @@ def make_handover(
         tries.engines,
         client,
         tries.metrics,
-        give_up_s=config.lease_s / 3,  # after that the lease frees the blocks soon enough
+        give_up_s=config.times.lease_s / 3,  # after that the lease frees the blocks soon enough
         most_returns=limits.most_ticket_returns,
     )
     pulls = PrefixPulls(planner, client, tries.health, tries.metrics, tickets)
@@ -47,7 +47,14 @@ def make_handover(
         router,
         tries.metrics,
         AbandonedRequests(tickets, limits.patience_s),
-        Prefill(client, router, pulls, tries, config.prefill_timeout_s, config.reuse_tokens),
+        Prefill(
+            client,
+            router,
+            pulls,
+            tries,
+            config.times.prefill_timeout_s,
+            config.routing.reuse_tokens,
+        ),
         tries,
     )
 
@@ -71,19 +78,19 @@ def make_router(
         _tokeniser(engines, client, config, limits, engine_key),
         LoadPoller(engines, client),
         metrics,
-        decodes_alone=config.decodes_alone,
-        usage=KvUsage(config.lease_s),
-        pulls=None if config.pull_above is None else planner,
+        decodes_alone=config.engines.decodes_alone,
+        usage=KvUsage(config.times.lease_s),
+        pulls=None if config.routing.pull_above is None else planner,
     )
 
 
 def _caches(config: ProxyConfig) -> PrefixCaches:
     return PrefixCaches(
-        scheme=config.scheme(),
-        seed=config.hash_seed,
-        weights=config.weights,
-        eagle_groups=frozenset(config.eagle_groups),
-        counts_copies=REPORT_MODE not in config.allow_xargs,
+        scheme=config.routing.scheme(),
+        seed=config.routing.hash_seed,
+        weights=config.routing.weights,
+        eagle_groups=frozenset(config.routing.eagle_groups),
+        counts_copies=REPORT_MODE not in config.admission.allow_xargs,
     )
 
 
@@ -97,9 +104,9 @@ def _tokeniser(
     return Tokeniser(
         engines,
         client,
-        timeout_s=config.tokenize_timeout_s,
+        timeout_s=config.times.tokenize_timeout_s,
         most_tokens=limits.most_tokens,
         max_nbytes=limits.most_token_nbytes,
         authorization=engine_key.authorization,
-        tells_models=config.tells_models,
+        tells_models=config.listen.tells_models,
     )

@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
 def bind_admin(config: ProxyConfig) -> socket.socket:
     """The same for the admin pages."""
     try:
-        return bind(config.admin_host, config.effective_admin_port)
+        return bind(config.listen.admin_host, config.listen.effective_admin_port)
     except CannotListen as error:
         raise cannot_listen_admin(config, error.__cause__ or error) from error
 
@@ -41,7 +41,7 @@ def bind_admin(config: ProxyConfig) -> socket.socket:
 def cannot_listen_admin(config: ProxyConfig, error: BaseException) -> CannotListen:
     """The error of the admin pages' listener."""
     why = f"{getattr(error, 'strerror', None) or error} (for the admin pages; see --admin-port)"
-    return CannotListen(config.admin_host, config.effective_admin_port, why)
+    return CannotListen(config.listen.admin_host, config.listen.effective_admin_port, why)
 
 
 def url_of(scheme: str, host: str, sock: socket.socket) -> str:

@@ -1,11 +1,20 @@
-"""The router's settings, checked once."""
+"""The router's settings, and the table of its options: every option is declared here, once.
+
+::
+
+    OPTIONS ──► parser, --help, docs/cli.md, what SIGHUP reads again
+       └──────► ProxyConfig.of(...) ──► records by subject, each checked once it is built
+
+A field of a record is an option (:mod:`pdconn.router.options`).  The command line is read in the
+order of the records and of their fields.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self, get_type_hints
 
 from pdconn.router.access.cors import check_origin
 from pdconn.router.access.tls import ServerTls
@@ -15,7 +24,18 @@ from pdconn.router.fleet import health, loads
 from pdconn.router.fleet.member import engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
-from pdconn.router.prefix.hashing import BadScheme, HashScheme
+from pdconn.router.options import (
+    Checked,
+    Option,
+    Unfit,
+    each,
+    number,
+    option,
+    options_of,
+    seconds,
+    switch,
+)
+from pdconn.router.prefix.hashing import ALGORITHMS, BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing import tokenize
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
@@ -24,120 +44,229 @@ from pdconn.router.tracing.spans import Tracing
 ADMIN_ABOVE = 1000
 """The admin pages' port, if it is not given, lies so far above ``port``."""
 LAST_PORT = 65535
+_MIB = 1 << 20
+
+
+def _weight(word: str) -> tuple[str, float]:
+    medium, found, weight = word.partition("=")
+    try:
+        if found and medium:
+            return medium.lower(), float(weight)
+    except ValueError as error:
+        raise Unfit("MEDIUM=NUMBER", word) from error
+    raise Unfit("MEDIUM=NUMBER", word)
+
+
+def _check_weights(weights: Mapping[str, float]) -> None:
+    for medium, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise Unfit(f"{medium}=NUMBER, at least 0", weight)
+
+
+def _check_xarg(name: str) -> None:
+    if not name or name in NAMES_MEMORY:
+        raise Unfit("a name that clients may use", name)
+
+
+def _check_url(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise Unfit("a URL such as http://collector:4318/v1/traces", url)
 
 
 @dataclass(frozen=True, slots=True)
-class ProxyConfig:
-    """How a router runs: the options of ``pdconn proxy``.
+class EngineSettings(Checked):
+    """The engines.
 
     ``prefill`` and ``decode`` are words as ``parse_source`` reads them: base URLs with the
     endpoints of their KV events, or DNS names.  An engine may be in both, and in the file
-    ``fleet`` too.  Port 0 takes any free port.
-
-    ``pull_above`` is the fewest tokens that prefill pulls from another engine; None: it never does.
-    ``reuse_tokens``: decode gets the token ids of a chat that prefill has computed.
-    ``require_prefill`` refuses what decode would have to compute though it could be handed over.
-    ``retries`` is how many other engines are asked after a failure; None: all.  A time-out of None
-    does not end.  ``drain_delay_s`` passes between the end of readiness and the end of listening,
-    and ``drain_timeout_s`` begins after it.
-
-    Raises:
-        BadSetting: a value makes no sense; ``field`` is its command-line option.
+    ``fleet`` too.
     """
 
-    prefill: tuple[str, ...] = ()
-    decode: tuple[str, ...] = ()
-    fleet: str | None = None
-    policy: str = PrefixAware.name
-    alone_below: int = 256
-    pull_above: int | None = None
-    reuse_tokens: bool = False
-    hash_algorithm: str | None = None
-    hash_block_tokens: int | None = None
-    hash_seed: str | None = None
-    eagle_groups: tuple[int, ...] = ()
-    weights: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_body_mib: float = 64.0
-    max_bodies_mib: float = budget.MAX_NBYTES / (1 << 20)
-    max_requests: int = queue.MAX_REQUESTS
-    max_queue: int = 0
-    queue_timeout_s: float = queue.WAIT_S
-    stall_timeout_s: float = listener.STALL_S
-    allow_xargs: tuple[str, ...] = ()
-    retries: int | None = None
-    connect_timeout_s: float = 5.0
-    prefill_timeout_s: float | None = None
-    request_timeout_s: float | None = None
-    tokenize_timeout_s: float = tokenize.TIMEOUT_S
-    health_timeout_s: float = health.PROBE_TIMEOUT_S
-    lease_s: float = loads.LEASE_S
-    drain_delay_s: float = 0.0
-    drain_timeout_s: float = 30.0
-    wait_s: float | None = None
-    warm_up_s: float | None = None
-    require_prefill: bool = False
-    admin_host: str = "127.0.0.1"
-    admin_port: int | None = None
-    api_key_file: str | None = None
-    forward_authorization: bool = False
-    engine_key_file: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    show_engines: bool = False
-    cors_origins: tuple[str, ...] = ()
-    otlp_traces_endpoint: str | None = None
+    prefill: tuple[str, ...] = option((), "URL", says="engines that compute prompts", several="+")
+    decode: tuple[str, ...] = option((), "URL", says="engines that generate answers", several="+")
+    fleet: str | None = option(
+        None, "FILE", says="TOML file of engines, polled for changes", is_reloaded=True
+    )
+    require_prefill: bool = switch(
+        "answer 503 if decode would have to compute a prompt that could have been handed over, "
+        "because no prefill engine answers, it lends nothing, or the ticket has been used"
+    )
 
-    def __post_init__(self) -> None:
-        for option, words in (("--prefill", self.prefill), ("--decode", self.decode)):
+    def check_together(self) -> None:
+        for flag, words in (("--prefill", self.prefill), ("--decode", self.decode)):
             if not words and self.fleet is None:
-                raise BadSetting(option, "at least one URL", "none")
+                raise BadSetting(flag, "at least one URL", "none")
         self.sources()
-        self.scheme()
-        if self.policy not in POLICIES:
-            raise BadSetting("--policy", f"one of {', '.join(POLICIES)}", self.policy)
-        if self.alone_below < 0:
-            raise BadSetting("--alone-below", "tokens, at least 0", self.alone_below)
-        if self.pull_above is not None and self.pull_above < 1:
-            raise BadSetting("--pull-above", "tokens, at least 1", self.pull_above)
-        for medium, weight in self.weights.items():
-            if not (math.isfinite(weight) and weight >= 0):
-                raise BadSetting("--weight", f"{medium}=NUMBER, at least 0", weight)
-        self._check_listeners()
-        if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
-            raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
-        self._check_admission()
-        endpoint = self.otlp_traces_endpoint
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            expected = "a URL such as http://collector:4318/v1/traces"
-            raise BadSetting("--otlp-traces-endpoint", expected, endpoint)
-        self._check_times()
-        for origin in self.cors_origins:
-            check_origin(origin)
 
-    def _check_times(self) -> None:
-        for option, value, least in (
-            ("--stall-timeout", self.stall_timeout_s, 0.001),
-            ("--connect-timeout", self.connect_timeout_s, 0.001),
-            ("--prefill-timeout", self.prefill_timeout_s, 0.001),
-            ("--request-timeout", self.request_timeout_s, 0.001),
-            ("--queue-timeout", self.queue_timeout_s, 0.001),
-            ("--tokenize-timeout", self.tokenize_timeout_s, 0.001),
-            ("--health-timeout", self.health_timeout_s, 0.001),
-            ("--lease", self.lease_s, 0.001),
-            ("--drain-delay", self.drain_delay_s, 0.0),
-            ("--drain-timeout", self.drain_timeout_s, 0.0),
-            ("--wait", self.wait_s, 0.0),
-            ("--warm-up", self.warm_up_s, 0.0),
+    def sources(self) -> tuple[FleetSource, ...]:
+        """The sources of the fleet.
+
+        Raises:
+            BadSetting: a word makes no sense, or names an engine twice in one role.
+        """
+        sources: list[FleetSource] = []
+        for flag, role, words in (
+            ("--prefill", Role.PREFILL, self.prefill),
+            ("--decode", Role.DECODE, self.decode),
         ):
-            if value is not None and not (math.isfinite(value) and value >= least):
-                raise BadSetting(option, f"seconds, at least {least:g}", value)
-        for option, number in (("--retries", self.retries), ("--max-queue", self.max_queue)):
-            if number is not None and number < 0:
-                raise BadSetting(option, "a number, at least 0", number)
+            sources += (parse_source(flag, word, {role}) for word in words)
+            urls = [word.partition(",")[0].removeprefix(DNS) for word in words]
+            names = [engine_name(flag, url) for url in urls]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise BadSetting(flag, "each URL once", twice)
+        if self.fleet is not None:
+            sources.append(WatchedFile(self.fleet))
+        return tuple(sources)
 
-    def _check_listeners(self) -> None:
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether decode computes prompts itself that could not be handed over."""
+        return not self.require_prefill
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSettings(Checked):
+    """How engines are chosen.
+
+    ``pull_above`` is the fewest tokens that prefill pulls from another engine.  ``reuse_tokens``:
+    decode gets the token ids of a chat that prefill has computed.
+    """
+
+    policy: str = option(PrefixAware.name, says="how to choose engines", choices=tuple(POLICIES))
+    alone_below: int = option(
+        256,
+        "TOKENS",
+        number(what="tokens"),
+        "decode serves a prompt alone if it holds a prefix and lacks at most this many tokens",
+        parse=int,
+    )
+    pull_above: int | None = option(
+        None,
+        "TOKENS",
+        number(1, "tokens"),
+        "let prefill pull a prefix from another engine that holds at least this many tokens more "
+        "of it, if that is faster; every engine needs kv_role kv_both",
+        parse=int,
+        unset="never",
+    )
+    reuse_tokens: bool = switch(
+        "decode takes a chat's token ids from prefill instead of rendering and tokenizing it "
+        "again; other requests are handed over as usual"
+    )
+    hash_algorithm: str | None = option(
+        None,
+        says="the engines' --prefix-caching-hash-algo",
+        choices=tuple(ALGORITHMS),
+        unset="detected",
+    )
+    hash_block_tokens: int | None = option(
+        None,
+        "TOKENS",
+        says="tokens of one hashed block; with --hash-algorithm",
+        parse=int,
+        unset="detected",
+    )
+    hash_seed: str | None = option(None, "SEED", says="the engines' PYTHONHASHSEED", unset="unset")
+    eagle_groups: tuple[int, ...] = option(
+        (),
+        "N",
+        says="index of a KV cache group that an EAGLE or MTP drafter reads; repeatable",
+        flag="--eagle-group",
+        parse=int,
+        several="append",
+    )
+    weights: Mapping[str, float] = option(
+        DEFAULT_WEIGHTS,
+        "MEDIUM=W",
+        _check_weights,
+        "worth of a cached block by its medium (gpu=1 cpu=0.8 storage=0.5 fs=0.5 remote=0.3 "
+        "obj=0.3, others 1)",
+        flag="--weight",
+        parse=_weight,
+        several="append",
+        collect=lambda given: {**DEFAULT_WEIGHTS, **dict(given)},
+    )
+
+    def check_together(self) -> None:
+        self.scheme()
+
+    def scheme(self) -> HashScheme | None:
+        """How every engine hashes its blocks; None to detect it from KV events.
+
+        Raises:
+            BadSetting: one of its two options is missing, or makes no sense.
+        """
+        if self.hash_algorithm is None and self.hash_block_tokens is None:
+            return None
+        if self.hash_algorithm is None:
+            raise BadSetting("--hash-algorithm", "a name beside --hash-block-tokens", None)
+        if self.hash_block_tokens is None:
+            raise BadSetting("--hash-block-tokens", "a number beside --hash-algorithm", None)
+        try:
+            return HashScheme(self.hash_algorithm, self.hash_block_tokens, self.hash_seed)
+        except BadScheme as error:
+            flag = f"--hash-{error.field.replace('_', '-')}"
+            raise BadSetting(flag, error.expected, error.seen) from error
+
+    def make_policy(self) -> Policy:
+        """A new policy."""
+        if self.policy == PrefixAware.name:
+            return PrefixAware(self.alone_below)
+        return POLICIES[self.policy]()
+
+
+@dataclass(frozen=True, slots=True)
+class ListenSettings(Checked):
+    """Where the router listens, to whom, and what it shows them.  Port 0 takes any free one."""
+
+    host: str = option("127.0.0.1", says="address to listen on")
+    port: int = option(8000, says="port to listen on; 0: any free one", parse=int)
+    admin_host: str = option("127.0.0.1", says="address of the admin pages")
+    admin_port: int | None = option(
+        None,
+        "PORT",
+        says="port of the admin pages; 0: any free one",
+        parse=int,
+        unset=f"{ADMIN_ABOVE} above --port",
+    )
+    api_key_file: str | None = option(
+        None,
+        "FILE",
+        says="keys of clients, one per line; each request must send one as "
+        "'Authorization: Bearer KEY' (without it no key is needed)",
+        is_reloaded=True,
+    )
+    forward_authorization: bool = switch(
+        "pass the client's key on to engines (without --api-key-file it is always passed on)"
+    )
+    engine_key_file: str | None = option(
+        None,
+        "FILE",
+        says="the key that engines require; the proxy sends it when it asks for their models, and "
+        "in place of clients' keys with --api-key-file and without --forward-authorization",
+        is_reloaded=True,
+    )
+    tls_cert: str | None = option(
+        None, "FILE", says="certificate chain for clients, PEM", is_reloaded=True
+    )
+    tls_key: str | None = option(
+        None, "FILE", says="its key, PEM without passphrase", is_reloaded=True
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "ORIGIN",
+        each(check_origin),
+        "let pages of these origins send requests from a browser, such as https://chat.example; "
+        "*: all origins",
+        flag="--cors-origin",
+        several="+",
+    )
+    show_engines: bool = switch(
+        "show engines' addresses to clients: X-Pdconn-Engine, reasons of a 503, /health"
+    )
+
+    def check_together(self) -> None:
         if not 0 <= self.port <= LAST_PORT:
             raise BadSetting("--port", f"a number from 0 to {LAST_PORT}", self.port)
         if not 0 <= self.effective_admin_port <= LAST_PORT:
@@ -170,85 +299,6 @@ class ProxyConfig:
         """Whether engines get a client's ``Authorization``: unless it is the router's key."""
         return self.api_key_file is None or self.forward_authorization
 
-    def _check_admission(self) -> None:
-        if not (math.isfinite(self.max_bodies_mib) and self.max_bodies_mib >= self.max_body_mib):
-            expected = f"MiB, at least --max-body-mib ({self.max_body_mib:g})"
-            raise BadSetting("--max-bodies-mib", expected, self.max_bodies_mib)
-        if self.max_requests < 1:
-            raise BadSetting("--max-requests", "a number, at least 1", self.max_requests)
-        for name in self.allow_xargs:
-            if not name or name in NAMES_MEMORY:
-                raise BadSetting("--allow-xargs", "a name that clients may use", name)
-
-    @property
-    def max_body_nbytes(self) -> int:
-        """The longest request body that is read."""
-        return int(self.max_body_mib * (1 << 20))
-
-    @property
-    def max_bodies_nbytes(self) -> int:
-        """Of all request bodies that are held at once."""
-        return int(self.max_bodies_mib * (1 << 20))
-
-    @property
-    def xargs(self) -> frozenset[str]:
-        """Names that clients may use in ``vllm_xargs``."""
-        return frozenset((*XARGS, *self.allow_xargs))
-
-    @classmethod
-    def of(cls, prefill: Sequence[str], decode: Sequence[str], **settings: object) -> Self:
-        """From the words of a command line."""
-        return cls(prefill=tuple(prefill), decode=tuple(decode), **settings)  # type: ignore[arg-type]
-
-    def sources(self) -> tuple[FleetSource, ...]:
-        """The sources of the fleet.
-
-        Raises:
-            BadSetting: a word makes no sense, or names an engine twice in one role.
-        """
-        sources: list[FleetSource] = []
-        for option, role, words in (
-            ("--prefill", Role.PREFILL, self.prefill),
-            ("--decode", Role.DECODE, self.decode),
-        ):
-            sources += (parse_source(option, word, {role}) for word in words)
-            urls = [word.partition(",")[0].removeprefix(DNS) for word in words]
-            names = [engine_name(option, url) for url in urls]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise BadSetting(option, "each URL once", twice)
-        if self.fleet is not None:
-            sources.append(WatchedFile(self.fleet))
-        return tuple(sources)
-
-    def scheme(self) -> HashScheme | None:
-        """How every engine hashes its blocks; None to detect it from KV events.
-
-        Raises:
-            BadSetting: one of its two options is missing, or makes no sense.
-        """
-        if self.hash_algorithm is None and self.hash_block_tokens is None:
-            return None
-        if self.hash_algorithm is None:
-            raise BadSetting("--hash-algorithm", "a name beside --hash-block-tokens", None)
-        if self.hash_block_tokens is None:
-            raise BadSetting("--hash-block-tokens", "a number beside --hash-algorithm", None)
-        try:
-            return HashScheme(self.hash_algorithm, self.hash_block_tokens, self.hash_seed)
-        except BadScheme as error:
-            option = f"--hash-{error.field.replace('_', '-')}"
-            raise BadSetting(option, error.expected, error.seen) from error
-
-    @property
-    def most_tries(self) -> int | None:
-        """Engines of one role that a request may be sent to; None: all."""
-        return None if self.retries is None else self.retries + 1
-
-    @property
-    def decodes_alone(self) -> bool:
-        """Whether decode computes prompts itself that could not be handed over."""
-        return not self.require_prefill
-
     def make_tls(self) -> ServerTls | None:
         """The certificate for clients; None where they connect in the clear.
 
@@ -258,6 +308,182 @@ class ProxyConfig:
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_cert, self.tls_key)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSettings(Checked):
+    """Time-outs and tries.  A time-out of None does not end; ``retries`` of None are all engines.
+
+    ``drain_delay_s`` passes between the end of readiness and the end of listening, and
+    ``drain_timeout_s`` begins after it.
+    """
+
+    wait_s: float | None = option(
+        None,
+        "SECONDS",
+        seconds(0),
+        "before listening, wait up to this long for the engines' /health",
+        parse=float,
+        unset="no wait",
+    )
+    warm_up_s: float | None = option(
+        None,
+        "SECONDS",
+        seconds(0),
+        "before listening, hand a short prompt over between all engines, for at most this long; "
+        "later also for engines that join or come back",
+        parse=float,
+        unset="no warm-up",
+    )
+    drain_delay_s: float = option(
+        0.0,
+        "SECONDS",
+        seconds(0),
+        "on SIGTERM, first answer /readyz with 503 for this long and serve on",
+        parse=float,
+    )
+    drain_timeout_s: float = option(
+        30.0,
+        "SECONDS",
+        seconds(0),
+        "on SIGTERM, wait up to this long for running requests",
+        parse=float,
+    )
+    retries: int | None = option(
+        None,
+        "N",
+        number(),
+        "after a failure, ask at most this many other engines of the role",
+        parse=int,
+        unset="all",
+    )
+    connect_timeout_s: float = option(
+        5.0, "SECONDS", seconds(), "time-out of connecting to an engine", parse=float
+    )
+    prefill_timeout_s: float | None = option(
+        None,
+        "SECONDS",
+        seconds(),
+        "wait this long for prefill's ticket, then ask another engine",
+        parse=float,
+        unset="no time-out",
+    )
+    request_timeout_s: float | None = option(
+        None,
+        "SECONDS",
+        seconds(),
+        "answer 504 this long after a request arrived, or break its answer off",
+        parse=float,
+        unset="no time-out",
+    )
+    tokenize_timeout_s: float = option(
+        tokenize.TIMEOUT_S,
+        "SECONDS",
+        seconds(),
+        "route a prompt without its tokens if no engine tells them in this time",
+        parse=float,
+    )
+    health_timeout_s: float = option(
+        health.PROBE_TIMEOUT_S,
+        "SECONDS",
+        seconds(),
+        "time-out of an engine's /health",
+        parse=float,
+    )
+    lease_s: float = option(
+        loads.LEASE_S,
+        "SECONDS",
+        seconds(),
+        "the engines' kv_lease_duration: a third of it is the time to return a ticket",
+        parse=float,
+    )
+
+    @property
+    def most_tries(self) -> int | None:
+        """Engines of one role that a request may be sent to; None: all."""
+        return None if self.retries is None else self.retries + 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings(Checked):
+    """What clients may send and hold."""
+
+    max_body_mib: float = option(
+        64.0, "MIB", says="answer longer request bodies with 413", parse=float
+    )
+    max_bodies_mib: float = option(
+        budget.MAX_NBYTES / _MIB,
+        "MIB",
+        says="answer 503 while all request bodies together would be longer",
+        parse=float,
+    )
+    max_requests: int = option(
+        queue.MAX_REQUESTS,
+        "N",
+        number(1),
+        "serve this many requests at a time; more wait, or get 503",
+        parse=int,
+    )
+    max_queue: int = option(
+        0, "N", number(), "of the requests above --max-requests, let this many wait", parse=int
+    )
+    queue_timeout_s: float = option(
+        queue.WAIT_S,
+        "SECONDS",
+        seconds(),
+        "answer 503 to a request that has waited this long",
+        parse=float,
+    )
+    stall_timeout_s: float = option(
+        listener.STALL_S,
+        "SECONDS",
+        seconds(),
+        "close a client's connection that does not send its request or read its answer",
+        parse=float,
+    )
+    allow_xargs: tuple[str, ...] = option(
+        (),
+        "NAME",
+        each(_check_xarg),
+        f"further names that clients may use in vllm_xargs (always: {', '.join(XARGS)})",
+        several="+",
+    )
+
+    def check_together(self) -> None:
+        if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
+            raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
+        if not (math.isfinite(self.max_bodies_mib) and self.max_bodies_mib >= self.max_body_mib):
+            expected = f"MiB, at least --max-body-mib ({self.max_body_mib:g})"
+            raise BadSetting("--max-bodies-mib", expected, self.max_bodies_mib)
+
+    @property
+    def max_body_nbytes(self) -> int:
+        """The longest request body that is read."""
+        return int(self.max_body_mib * _MIB)
+
+    @property
+    def max_bodies_nbytes(self) -> int:
+        """Of all request bodies that are held at once."""
+        return int(self.max_bodies_mib * _MIB)
+
+    @property
+    def xargs(self) -> frozenset[str]:
+        """Names that clients may use in ``vllm_xargs``."""
+        return frozenset((*XARGS, *self.allow_xargs))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings(Checked):
+    """Where traces go."""
+
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL",
+        _check_url,
+        "export a trace of every request there, such as http://collector:4318/v1/traces; "
+        "needs pdconn[otel]",
+        unset="no traces",
+    )
 
     def make_tracing(self) -> Tracing:
         """Where the traces of requests go; nowhere without an endpoint.
@@ -275,8 +501,46 @@ class ProxyConfig:
             expected = "OpenTelemetry beside it: pip install 'pdconn[otel]'"
             raise BadSetting("--otlp-traces-endpoint", expected, str(error)) from error
 
-    def make_policy(self) -> Policy:
-        """A new policy."""
-        if self.policy == PrefixAware.name:
-            return PrefixAware(self.alone_below)
-        return POLICIES[self.policy]()
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    """How a router runs: the options of ``pdconn proxy``, by subject."""
+
+    engines: EngineSettings
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    listen: ListenSettings = field(default_factory=ListenSettings)
+    times: TimeSettings = field(default_factory=TimeSettings)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    traces: TraceSettings = field(default_factory=TraceSettings)
+
+    @classmethod
+    def of(cls, prefill: Sequence[str], decode: Sequence[str], **settings: Any) -> Self:
+        """From the words of a command line, and other settings by their names in ``OPTIONS``.
+
+        Raises:
+            BadSetting: a value makes no sense; ``field`` is its command-line option.
+            TypeError: no setting has such a name.
+
+        >>> ProxyConfig.of(["http://p:1"], ["http://d:1"], port=9).listen.port
+        9
+        """
+        settings |= {"prefill": tuple(prefill), "decode": tuple(decode)}
+        names = {part: [row.name for row in options_of(kind)] for part, kind in _PARTS.items()}
+        unknown = settings.keys() - {name for part in names.values() for name in part}
+        if unknown:
+            raise TypeError(f"no setting of the router: {', '.join(sorted(unknown))}")
+        return cls(
+            **{
+                part: kind(**{name: settings[name] for name in names[part] if name in settings})
+                for part, kind in _PARTS.items()
+            }
+        )
+
+
+_PARTS: Mapping[str, type[Any]] = get_type_hints(ProxyConfig)
+
+OPTIONS: tuple[Option, ...] = tuple(row for kind in _PARTS.values() for row in options_of(kind))
+"""Every option of the router, in the order of ``pdconn proxy --help``."""
+
+RELOADED = tuple(row.flag for row in OPTIONS if row.is_reloaded)
+"""Options whose files SIGHUP reads again."""

@@ -99,32 +99,32 @@ async def running_proxy(
 
     Raises:
         CannotListen: the address is not available.
-        EnginesMissing: a role has no engine after ``config.wait_s``.
+        EnginesMissing: a role has no engine after ``config.times.wait_s``.
 
     >>> async with running_proxy(ProxyConfig.of([p], [d], port=0)) as proxy:  # doctest: +SKIP
     ...     print(proxy.url)
     """
     with ExitStack() as stack:
-        sock = stack.enter_context(bind(config.host, config.port))
+        sock = stack.enter_context(bind(config.listen.host, config.listen.port))
         admin = stack.enter_context(bind_admin(config))
         async with (
-            _services(config, policy or config.make_policy(), limits) as services,
+            _services(config, policy or config.routing.make_policy(), limits) as services,
             _serving_admin(services.admin, admin, config),
         ):
-            if config.wait_s is not None:
+            if config.times.wait_s is not None:
                 await _wait_for_engines(services, config, limits.ready_pause_s, on_ready)
             await services.warm_up.wait()
             async with _listening(services.app, sock, config, services.tls):
                 yield Running(
                     config,
-                    url_of("http" if services.tls is None else "https", config.host, sock),
-                    url_of("http", config.admin_host, admin),
+                    url_of("http" if services.tls is None else "https", config.listen.host, sock),
+                    url_of("http", config.listen.admin_host, admin),
                     services.metrics,
                     services.router,
                     services.reloader.reload,
                 )
                 services.probes.start_draining()
-                await asyncio.sleep(config.drain_delay_s)
+                await asyncio.sleep(config.times.drain_delay_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +147,15 @@ class _Services:
 async def _services(
     config: ProxyConfig, policy: Policy, limits: Limits
 ) -> AsyncIterator[_Services]:
-    keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
-    engine_key = EngineKey(config.engine_key_file)
-    tls, tracing = config.make_tls(), config.make_tracing()
+    keys = None if config.listen.api_key_file is None else ApiKeys(config.listen.api_key_file)
+    engine_key = EngineKey(config.listen.engine_key_file)
+    tls, tracing = config.listen.make_tls(), config.traces.make_tracing()
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
-    client = EngineClient(config.connect_timeout_s)
-    alone, timeout_s = config.decodes_alone, config.health_timeout_s
+    client = EngineClient(config.times.connect_timeout_s)
+    alone, timeout_s = config.engines.decodes_alone, config.times.health_timeout_s
     health = Health(engines, client, metrics, decodes_alone=alone, timeout_s=timeout_s)
-    probes, planner = Probes(health), PullPlanner.of(config.pull_above or 1)
+    probes, planner = Probes(health), PullPlanner.of(config.routing.pull_above or 1)
     router = make_router(
         config,
         policy,
@@ -168,10 +168,12 @@ async def _services(
     )
     feeds = EventFeeds(router.caches, computed=router.not_found)
     metrics.watch(router.caches, feeds.statuses, policy.name)
-    tries = EngineTries(engines, health, metrics, config.most_tries, config.decodes_alone)
+    tries = EngineTries(
+        engines, health, metrics, config.times.most_tries, config.engines.decodes_alone
+    )
     handover = make_handover(config, client, router, tries, planner, limits=limits)
     warm_up = FleetWarmUp(
-        engines, client, config.warm_up_s, partial(_send, handover), engine_key.authorization
+        engines, client, config.times.warm_up_s, partial(_send, handover), engine_key.authorization
     )
     health.when_up = warm_up.engine_up
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
@@ -185,13 +187,13 @@ async def _services(
         feeds.fleet_changed(members)
 
     try:
-        watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
+        watch = FleetWatch(config.engines.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, router.loads:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
             app = RouterApp(
                 handover, probes, bodies, config, keys, engine_key=engine_key, tracing=tracing
             )
-            reloader = Reloader(config.fleet, watch, keys, engine_key, tls)
+            reloader = Reloader(config.engines.fleet, watch, keys, engine_key, tls)
             yield _Services(
                 engines, health, metrics, router, app, admin, probes, tls, reloader, warm_up
             )
@@ -238,20 +240,20 @@ def _files_of_fleet(engines: EngineRegistry, feeds: EventFeeds) -> int:
 
 def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -> BodyReader:
     """What clients may open, send and hold, by the options and this process's limits."""
-    limits = limits_of_process(config.stall_timeout_s, num_reserved)
+    limits = limits_of_process(config.admission.stall_timeout_s, num_reserved)
     log.info("pdconn: admission connections=%d per_host=%d", limits.connections, limits.per_host)
     admission = ClientAdmission(limits, metrics.connection_dropped)
-    budget = BodyBudget(config.max_bodies_nbytes)
+    budget = BodyBudget(config.admission.max_bodies_nbytes)
     queue = AdmissionQueue(
-        config.max_requests,
-        config.max_queue,
-        config.queue_timeout_s,
+        config.admission.max_requests,
+        config.admission.max_queue,
+        config.admission.queue_timeout_s,
         metrics.queue_seconds.observe,
     )
     metrics.queued.set_function(lambda: len(queue))
     metrics.connections.set_function(lambda: len(admission))
     metrics.body_bytes.set_function(lambda: budget.nbytes)
-    return BodyReader(admission, budget, queue, config.max_body_nbytes)
+    return BodyReader(admission, budget, queue, config.admission.max_body_nbytes)
 
 
 @asynccontextmanager
@@ -261,7 +263,7 @@ async def _listening(
     app = router_app.app()
 
     async def drain(app: web.Application) -> None:
-        await router_app.drain(config.drain_timeout_s)
+        await router_app.drain(config.times.drain_timeout_s)
 
     app.on_shutdown.append(drain)  # runs once the socket is closed
     runner = web.AppRunner(
@@ -280,7 +282,9 @@ async def _listening(
         try:
             await site.start()
         except OSError as error:
-            raise CannotListen(config.host, config.port, error.strerror or str(error)) from error
+            raise CannotListen(
+                config.listen.host, config.listen.port, error.strerror or str(error)
+            ) from error
         yield
     finally:
         await runner.cleanup()
@@ -294,7 +298,7 @@ async def _wait_for_engines(
     on_ready: Callable[[EngineReady], None],
 ) -> None:
     """Return when every engine answers and each role has one, or after ``wait_s`` if each has."""
-    engines, health, wait_s = services.engines, services.health, config.wait_s or 0.0
+    engines, health, wait_s = services.engines, services.health, config.times.wait_s or 0.0
     started_s = time.monotonic()
     ready: set[str] = set()
     while True:
@@ -320,6 +324,6 @@ async def _wait_for_engines(
 
 def _no_engine(role: Role, config: ProxyConfig) -> EngineFailure:
     """Of a role whose sources name no engine: a DNS name without addresses, or a file."""
-    words = config.prefill if role is Role.PREFILL else config.decode
-    sources = [*words, *([] if config.fleet is None else [config.fleet])]
+    words = config.engines.prefill if role is Role.PREFILL else config.engines.decode
+    sources = [*words, *([] if config.engines.fleet is None else [config.engines.fleet])]
     return EngineFailure(", ".join(sources), f"no {role.value} engine")

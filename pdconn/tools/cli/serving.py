@@ -30,13 +30,13 @@ class Events:
 
     def waiting(self, config: ProxyConfig) -> None:
         """The wait for engines begins."""
-        engines = list(dict.fromkeys(config.prefill + config.decode))
-        engines += [] if config.fleet is None else [config.fleet]
+        engines = list(dict.fromkeys(config.engines.prefill + config.engines.decode))
+        engines += [] if config.engines.fleet is None else [config.engines.fleet]
         self.emit(
-            f"waiting up to {config.wait_s:g} s for {', '.join(engines)}",
+            f"waiting up to {config.times.wait_s:g} s for {', '.join(engines)}",
             "waiting",
             engines=engines,
-            wait_s=config.wait_s,
+            wait_s=config.times.wait_s,
         )
 
     def ready(self, one: EngineReady) -> None:
@@ -51,30 +51,30 @@ class Events:
     def listening(self, proxy: Running) -> None:
         """Clients can connect."""
         config = proxy.config
-        fleet = "" if config.fleet is None else f"; fleet file {config.fleet}"
+        fleet = "" if config.engines.fleet is None else f"; fleet file {config.engines.fleet}"
         self.emit(
-            f"pdconn proxy on {proxy.url} ({config.policy}): "
-            f"prefill by {', '.join(config.prefill) or 'none'}; "
-            f"decode by {', '.join(config.decode) or 'none'}{fleet}; "
+            f"pdconn proxy on {proxy.url} ({config.routing.policy}): "
+            f"prefill by {', '.join(config.engines.prefill) or 'none'}; "
+            f"decode by {', '.join(config.engines.decode) or 'none'}{fleet}; "
             f"admin pages and metrics on {proxy.admin_url}",
             "listening",
             url=proxy.url,
             admin_url=proxy.admin_url,
-            policy=config.policy,
-            prefill=config.prefill,
-            decode=config.decode,
-            fleet=config.fleet,
+            policy=config.routing.policy,
+            prefill=config.engines.prefill,
+            decode=config.engines.decode,
+            fleet=config.engines.fleet,
         )
 
     def draining(self, config: ProxyConfig) -> None:
         """A signal ends it."""
-        delay = f"{config.drain_delay_s:g} s until it listens no more, then "
+        delay = f"{config.times.drain_delay_s:g} s until it listens no more, then "
         self.emit(
-            f"stopping: {delay if config.drain_delay_s else ''}"
-            f"requests have {config.drain_timeout_s:g} s to finish",
+            f"stopping: {delay if config.times.drain_delay_s else ''}"
+            f"requests have {config.times.drain_timeout_s:g} s to finish",
             "draining",
-            drain_delay_s=config.drain_delay_s,
-            drain_timeout_s=config.drain_timeout_s,
+            drain_delay_s=config.times.drain_delay_s,
+            drain_timeout_s=config.times.drain_timeout_s,
         )
 
     def reloaded(self, mistakes: tuple[BadSetting, ...]) -> None:
@@ -99,7 +99,7 @@ async def serve(config: ProxyConfig, events: Events) -> int:
     hung_up = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
     _warn_of_exposure(config)
-    if config.wait_s is not None:
+    if config.times.wait_s is not None:
         events.waiting(config)
     try:
         async with running_proxy(config, events.ready) as proxy:
@@ -132,22 +132,22 @@ def _warn_of_exposure(config: ProxyConfig) -> None:
     missing = [
         option
         for option, value in (
-            ("--api-key-file", config.api_key_file),
-            ("--tls-cert", config.tls_cert),
+            ("--api-key-file", config.listen.api_key_file),
+            ("--tls-cert", config.listen.tls_cert),
         )
         if value is None
     ]
-    if missing and not is_loopback(config.host):
+    if missing and not is_loopback(config.listen.host):
         log.warning(
             "pdconn: listening beyond loopback without %s host=%s",
             " and ".join(missing),
-            config.host,
+            config.listen.host,
         )
-    if not is_loopback(config.admin_host):
+    if not is_loopback(config.listen.admin_host):
         log.warning(
             "pdconn: the admin pages are open to every host that reaches them; "
             "they have neither key nor TLS admin_host=%s",
-            config.admin_host,
+            config.listen.admin_host,
         )
 
 

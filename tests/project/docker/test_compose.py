@@ -222,10 +222,10 @@ def test_the_routers_command_is_one_and_names_every_engine_where_it_listens(
     router = stack.services["router"]
     assert router["entrypoint"] == ["pdconn"]
     config = proxy_config(router["command"], monkeypatch)
-    assert not config.prefill
-    assert not config.decode
+    assert not config.engines.prefill
+    assert not config.engines.decode
     mounted = dict(each.split(":")[:2] for each in router["volumes"])
-    inside = Path(config.fleet or "")
+    inside = Path(config.engines.fleet or "")
     (folder,) = (here for here, there in mounted.items() if there == str(inside.parent))
     members = read_fleet(DOCKER / folder / inside.name)
     configured = {

@@ -132,6 +132,6 @@ def test_a_setting_without_sense_is_refused_with_its_option(settings, field):
 
 def test_one_engine_may_hold_both_roles():
     config = ProxyConfig.of(["http://a:1"], ["http://a:1/"])
-    listed = [member for source in config.sources() for member in source.engines]
+    listed = [member for source in config.engines.sources() for member in source.engines]
     assert [member.url for member in listed] == ["http://a:1"] * 2
     assert EngineRegistry.from_members(listed).roles("http://a:1") == tuple(Role)

@@ -125,9 +125,9 @@ async def test_they_stay_on_loopback_when_the_api_does_not():
 
 
 def test_their_port_follows_the_apis_unless_it_is_given():
-    assert ProxyConfig.of(*URLS, port=8000).effective_admin_port == 8000 + ADMIN_ABOVE
-    assert ProxyConfig.of(*URLS, port=0).effective_admin_port == 0
-    assert ProxyConfig.of(*URLS, port=8000, admin_port=0).effective_admin_port == 0
+    assert ProxyConfig.of(*URLS, port=8000).listen.effective_admin_port == 8000 + ADMIN_ABOVE
+    assert ProxyConfig.of(*URLS, port=0).listen.effective_admin_port == 0
+    assert ProxyConfig.of(*URLS, port=8000, admin_port=0).listen.effective_admin_port == 0
     with pytest.raises(BadSetting, match=f"--admin-port: .*got {65000 + ADMIN_ABOVE}"):
         ProxyConfig.of(*URLS, port=65000)
     with pytest.raises(BadSetting, match="--admin-port"):

@@ -232,17 +232,17 @@ async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path, 
 def test_a_bad_certificate_names_its_option(tmp_path, change, message):
     files = Authority(tmp_path / "ca").sign("proxy", "127.0.0.1")
     config = ProxyConfig.of(*URLS, tls_cert=files.cert, tls_key=files.key)
-    assert config.make_tls() is not None
+    assert config.listen.make_tls() is not None
     change(files)
     with pytest.raises(BadSetting, match=message):
-        config.make_tls()
+        config.listen.make_tls()
 
 
 def test_a_key_of_another_certificate_is_refused(tmp_path):
     authority = Authority(tmp_path / "ca")
     one, two = authority.sign("one", "127.0.0.1"), authority.sign("two", "127.0.0.1")
     with pytest.raises(BadSetting, match=f"--tls-key: expected the key of {one.cert}"):
-        ProxyConfig.of(*URLS, tls_cert=one.cert, tls_key=two.key).make_tls()
+        ProxyConfig.of(*URLS, tls_cert=one.cert, tls_key=two.key).listen.make_tls()
 
 
 # The warning

@@ -290,7 +290,7 @@ def test_without_opentelemetry_the_option_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pdconn.router.tracing.otel", None)
     config = ProxyConfig.of(["http://p:1"], ["http://d:1"], otlp_traces_endpoint="http://c:1/v1")
     with pytest.raises(BadSetting, match=r"pip install 'pdconn\[otel\]'"):
-        config.make_tracing()
+        config.traces.make_tracing()
 
 
 def test_an_endpoint_that_is_no_url_is_named() -> None:

@@ -7,15 +7,63 @@ import asyncio
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
-from pdconn.router.config import ProxyConfig
+from pdconn.router.config import OPTIONS, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
-from pdconn.router.prefix.score import DEFAULT_WEIGHTS
-from pdconn.tools.cli.logs import fail, log_to_stderr
-from pdconn.tools.cli.proxy.options import configure
+from pdconn.router.options import Option, Unfit
+from pdconn.tools.cli.logs import FORMATS, fail, log_to_stderr
+from pdconn.tools.cli.proxy.text import EPILOG
 from pdconn.tools.cli.serving import Events, serve
 
-__all__ = ["configure", "run"]
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the router's options, and those of what the command prints."""
+    parser.epilog = EPILOG
+    for row in OPTIONS:
+        parser.add_argument(row.flag, **_arguments(row))
+    parser.add_argument(
+        "--json", action="store_true", help="print events as JSON, one per line, and the log too"
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        help="of the log on stderr, which has a line per request (text; json with --json)",
+    )
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="level of the log on stderr (%(default)s)",
+    )
+
+
+def _arguments(row: Option) -> dict[str, Any]:
+    """What ``add_argument`` takes beside the flag."""
+    known: dict[str, Any] = {"dest": row.name, "help": row.explained}
+    if isinstance(row.default, bool):
+        return {**known, "action": "store_true"}
+    known |= {"type": _parsing(row), "choices": row.choices or None}
+    if row.takes or not row.choices:
+        known["metavar"] = row.takes or row.flag.removeprefix("--").replace("-", "_").upper()
+    if row.several == "+":
+        return {**known, "nargs": "+", "action": "extend", "default": []}
+    if row.several:
+        return {**known, "action": "append", "default": []}
+    return {**known, "default": row.default}
+
+
+def _parsing(row: Option) -> Callable[[str], Any]:
+    if row.parse in (int, float, str):  # argparse has its own words for these
+        return row.parse
+
+    def parse(word: str) -> Any:
+        try:
+            return row.parse(word)
+        except Unfit as error:
+            raise argparse.ArgumentTypeError(f"expected {error}, got {word!r}") from error
+
+    return parse
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,41 +82,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
-_SAME = (
-    *("fleet", "policy", "alone_below", "pull_above", "reuse_tokens", "require_prefill"),
-    *("hash_algorithm", "hash_block_tokens", "hash_seed"),
-    *("host", "port", "admin_host", "admin_port", "tls_cert", "tls_key"),
-    *("api_key_file", "forward_authorization", "engine_key_file", "show_engines"),
-    *("max_body_mib", "max_bodies_mib", "max_requests", "max_queue", "retries"),
-    "otlp_traces_endpoint",
-)
-"""Options that settings have the names of."""
-_SECONDS = (
-    *("stall_timeout", "connect_timeout", "prefill_timeout", "request_timeout", "queue_timeout"),
-    *(
-        "tokenize_timeout",
-        "health_timeout",
-        "lease",
-        "wait",
-        "warm_up",
-        "drain_delay",
-        "drain_timeout",
-    ),
-)
-"""Options that settings have the names of with ``_s`` after them."""
-
-
 def _config(args: argparse.Namespace) -> ProxyConfig:
-    return ProxyConfig.of(
-        args.prefill,
-        args.decode,
-        **{name: getattr(args, name) for name in _SAME},
-        **{f"{name}_s": getattr(args, name) for name in _SECONDS},
-        eagle_groups=tuple(args.eagle_group),
-        weights={**DEFAULT_WEIGHTS, **dict(args.weight)},
-        allow_xargs=tuple(args.allow_xargs),
-        cors_origins=tuple(args.cors_origin),
-    )
+    given = {row.name: getattr(args, row.name) for row in OPTIONS}
+    several = {row.name: row.collect(given[row.name]) for row in OPTIONS if row.several}
+    return ProxyConfig.of(**{**given, **several})
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,5 +1,21 @@
 """What ``pdconn proxy --help`` says beneath its options."""
 
+from __future__ import annotations
+
+import textwrap
+
+from pdconn.router.config import RELOADED
+
+_SIGHUP = textwrap.indent(
+    textwrap.fill(
+        f"reads {', '.join(RELOADED[:-1])} and {RELOADED[-1]} again and resolves DNS names; a file "
+        "with a mistake changes nothing",
+        64,
+        break_on_hyphens=False,
+    ),
+    19 * " ",
+).strip()
+
 EPILOG = """\
 An OpenAI-compatible router for disaggregated serving. It sends each request to a
 prefill engine for one token, then with the ticket of that answer
@@ -62,9 +78,7 @@ signals:
   SIGTERM, SIGINT  /readyz answers 503 for --drain-delay; then the proxy stops
                    listening, requests have --drain-timeout to finish, and tickets of
                    those cut off are given back. A second one ends it at once
-  SIGHUP           reads --fleet, --api-key-file, --engine-key-file, --tls-cert and
-                   --tls-key again and resolves DNS names; a file with a mistake
-                   changes nothing
+  SIGHUP           {sighup}
 
 examples:
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
@@ -81,4 +95,4 @@ exit codes:
   1    --wait is over and a role has no engine that answers
   2    bad options, or the address is not available
   130  a second SIGINT: stopped without draining
-"""
+""".replace("{sighup}", _SIGHUP)

@@ -1,0 +1,166 @@
+"""What an option of the router is: a row of the table that :mod:`pdconn.router.config` holds.
+
+The table is the fields of its records.  A field is declared once, with all that is known of it::
+
+    alone_below: int = option(256, "TOKENS", number(what="tokens"), "decode serves ...")
+
+The parser, ``--help``, ``docs/cli.md``, the checks of the settings and what SIGHUP reads again are
+made from that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pdconn.router.errors import BadSetting
+
+_ROW = "option"
+
+
+class Unfit(ValueError):
+    """A value that an option does not take: what it expects, and what of the value is wrong."""
+
+    def __init__(self, expected: str, seen: object) -> None:
+        super().__init__(expected)
+        self.seen = seen
+
+
+Check = Callable[[Any], None]
+"""Raises ``Unfit`` for what the option does not take."""
+
+
+def any_value(value: object) -> None:
+    """Take everything."""
+    del value
+
+
+def number(least: float = 0, what: str = "a number") -> Check:
+    """Whole or not, finite, and at least ``least``."""
+
+    def check(value: float) -> None:
+        if not (math.isfinite(value) and value >= least):
+            raise Unfit(f"{what}, at least {least:g}", value)
+
+    return check
+
+
+def seconds(least: float = 0.001) -> Check:
+    """A time; a time-out of none would end before it began."""
+    return number(least, "seconds")
+
+
+def each(check: Check) -> Check:
+    """Every one of several values."""
+
+    def check_all(values: Collection[object]) -> None:
+        for value in values:
+            check(value)
+
+    return check_all
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option.
+
+    Attributes:
+        default: of the setting; None where it is off, or found out.
+        takes: how ``--help`` calls its value; empty: by the option's name, or by ``choices``.
+        check: of a value that is not None.
+        help: without the default, which is added.
+        parse: a word of the command line into a value; raises ``Unfit`` for what is none.
+        unset: what a default of None means, in words.
+        flag: as it is written; empty: the name of the setting, without its unit of seconds.
+        choices: the words that it takes; empty: any.
+        several: values of one use of the option ("+"), or one of each use ("append").
+        collect: the setting, of the values of an option that takes several.
+        is_reloaded: SIGHUP reads the file that it names again.
+        name: of the setting; the table fills it in.
+    """
+
+    default: Any
+    takes: str
+    check: Check
+    help: str
+    parse: Callable[[str], Any] = str
+    unset: str = ""
+    flag: str = ""
+    choices: tuple[str, ...] = ()
+    several: str = ""
+    collect: Callable[[list[Any]], Any] = tuple
+    is_reloaded: bool = False
+    name: str = ""
+
+    def named(self, name: str) -> Option:
+        """The same, of the setting ``name``."""
+        flag = self.flag or f"--{name.removesuffix('_s').replace('_', '-')}"
+        return dataclasses.replace(self, name=name, flag=flag)
+
+    def judge(self, value: Any) -> None:
+        """Check a value of the setting.
+
+        Raises:
+            BadSetting: it makes no sense.
+        """
+        if value is None:
+            return
+        if self.choices and value not in self.choices:
+            raise BadSetting(self.flag, f"one of {', '.join(self.choices)}", value)
+        try:
+            self.check(value)
+        except Unfit as error:
+            raise BadSetting(self.flag, error, error.seen) from error
+
+    @property
+    def explained(self) -> str:
+        """``help`` with the default."""
+        if self.several or isinstance(self.default, bool):
+            return self.help
+        default = self.default
+        shown = f"{default:g}" if isinstance(default, float) else default
+        meant = self.unset if default is None else shown
+        return self.help if meant == "" else f"{self.help} ({meant})"
+
+
+def option(
+    default: Any, takes: str = "", check: Check = any_value, says: str = "", **more: Any
+) -> Any:
+    """A field of a record of settings; arguments as of ``Option``, whose ``help`` is ``says``."""
+    row = Option(default, takes, check, says, **more)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata={_ROW: row})
+    return dataclasses.field(default=default, metadata={_ROW: row})
+
+
+def switch(says: str) -> Any:
+    """A field that is False unless the option is given."""
+    return option(False, says=says)
+
+
+def options_of(record: type) -> Iterator[Option]:
+    """The options among the fields of a record, in their order."""
+    for field in fields(record):
+        if _ROW in field.metadata:
+            yield field.metadata[_ROW].named(field.name)
+
+
+class Checked:
+    """A record of settings, each of which is checked by its row.
+
+    Raises:
+        BadSetting: a value makes no sense; ``field`` is its command-line option.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for row in options_of(type(self)):
+            row.judge(getattr(self, row.name))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Check what depends on several settings."""
