@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
@@ -37,15 +36,15 @@ from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.listing import ListedModels, Listing
 from pdconn.router.handover.passing import Passing, PassThrough
 from pdconn.router.handover.stream import ENGINE_HEADER, StreamEnd, relay
+from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.answers import AnswerReader
 from pdconn.router.openai.forms import check_form
 from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
 from pdconn.router.openai.passed import PASSED, Asks, PassedRoute
 from pdconn.router.openai.requests import Route, checked_fields, parse_body
-from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
-from pdconn.router.routing.timeline import Timeline
+from pdconn.router.routing.routed_request import Event, FirstToken, Received, RoutedRequest
 from pdconn.router.routing.tokenize import asking, text
-from pdconn.router.tracing.spans import Tracing
+from pdconn.router.tracing.spans import NOT_TRACED, RequestSpans, Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
@@ -104,6 +103,7 @@ class RouterApp:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._metrics.show("inflight_requests", lambda: self._num_inflight)
 
     @property
     def admission(self) -> ClientAdmission:
@@ -138,11 +138,9 @@ class RouterApp:
         return app
 
     def _ended(self, request: RoutedRequest) -> None:
-        """Keep the final outcome for the admin pages, and count it."""
-        outcome = request.outcome()
-        if request.decision is not None:
-            self._handover.router.decisions.end(request.decision, outcome)
-        self._metrics.times.ended(request.body.route, outcome)
+        """Keep the final outcome for the admin pages."""
+        if (decision := request.decision) is not None:
+            self._handover.router.decisions.end(decision, request.outcome())
 
     async def drain(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` until no request is left that an engine answers."""
@@ -188,7 +186,6 @@ class RouterApp:
                 self._count_inflight(-1)
                 self._metrics.request_ended(path, end)
                 served.end = end
-                _note_usage(served)
                 _end_span(served, status)
             return response
 
@@ -196,7 +193,6 @@ class RouterApp:
 
     def _count_inflight(self, step: int) -> None:
         self._num_inflight += step
-        self._metrics.inflight.set(self._num_inflight)
         if self._num_inflight == 0:
             self._idle.set()
         else:
@@ -254,8 +250,7 @@ class RouterApp:
 
     def _stream_began(self, served: Served) -> None:
         if served.routed is not None:
-            waited_s = time.perf_counter() - served.began_s
-            self._metrics.times.first_token(served.routed.body.route, waited_s)
+            served.routed.note(FirstToken())
 
     def _whole(self, served: Served, answer: AnswerReader) -> RequestEnd:
         """The end of a request of which the client has the whole answer."""
@@ -270,9 +265,11 @@ class RouterApp:
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
             body = parse_body(route, await self._bodies.read(http, held), self._xargs)
-            span = current().span
-            request = current().routed = RoutedRequest(
-                request_id, headers, body, held, span, timeline=Timeline(current().began_s)
+            served = current()
+            trace = None if served.span is NOT_TRACED else RequestSpans(served.span)
+            events: list[Event] = [Received(served.began_s)]
+            request = served.routed = RoutedRequest(
+                request_id, headers, body, held, trace, events=events
             )
             held.when_free = request.drop_body
             del body
@@ -338,13 +335,6 @@ def _listed(listing: Listing, request_id: str, *, name_engine: bool) -> web.Resp
 
 def _same(name: str | None) -> str | None:
     return name
-
-
-def _note_usage(served: Served) -> None:
-    """What the client was told of its prompt's length counts for the log too."""
-    routed, answer = served.routed, served.answer
-    if routed is not None and answer is not None and answer.prompt_tokens is not None:
-        routed.prompt_tokens = answer.prompt_tokens
 
 
 def _end_span(served: Served, status: int | None) -> None:

@@ -15,7 +15,6 @@ from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.limits import Limits
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.requests import REPORT_MODE
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.routing.decide import RequestRouter
@@ -40,7 +39,7 @@ def make_handover(
         give_up_s=config.times.lease_s / 3,  # after that the lease frees the blocks soon enough
         most_returns=limits.most_ticket_returns,
     )
-    pulls = PrefixPulls(planner, client, tries.health, tries.metrics, tickets)
+    pulls = PrefixPulls(planner, client, tries.health, tickets)
     return Handover(
         tries.engines,
         client,
@@ -65,7 +64,6 @@ def make_router(
     *,
     engines: EngineRegistry,
     client: EngineClient,
-    metrics: RouterMetrics,
     planner: PullPlanner,
     limits: Limits,
     engine_key: EngineKey,
@@ -77,7 +75,6 @@ def make_router(
         _caches(config),
         _tokeniser(engines, client, config, limits, engine_key),
         LoadPoller(engines, client),
-        metrics,
         decodes_alone=config.engines.decodes_alone,
         usage=KvUsage(config.times.lease_s),
         pulls=None if config.routing.pull_above is None else planner,

@@ -28,3 +28,74 @@ class LabelValue(Enum):
         made._value_ = value
         made.meaning = meaning
         return made
+
+
+class Fault(Enum):
+    """The side that a request's end is a failure of."""
+
+    NONE = "none"
+    CLIENT = "client"
+    SERVICE = "service"
+    #: A bound or a stop that the operator has set.
+    LIMIT = "limit"
+
+
+class RequestEnd(LabelValue):
+    """How a client's request ended: the label ``outcome`` of ``requests_total``.
+
+    ``fault`` decides the colour on the admin page, spans that failed, and what alerts count.
+    """
+
+    OK = ("ok", Fault.NONE, "The client has the whole answer.")
+    REFUSED = (
+        "refused",
+        Fault.CLIENT,
+        "The router refused it for a mistake of the client: JSON, fields, size, an unknown model.",
+    )
+    CLIENT_ERROR = (
+        "client_error",
+        Fault.CLIENT,
+        "An engine refused it for a mistake of the client (4xx, 501), such as a prompt that is too "
+        "long or a temperature below 0; in a stream too.",
+    )
+    CLIENT_LEFT = (
+        "client_left",
+        Fault.CLIENT,
+        "The client closed its connection before it had the whole answer.",
+    )
+    ENGINE_ERROR = (
+        "engine_error",
+        Fault.SERVICE,
+        "An engine answered 5xx or 429, or with an error in a stream.",
+    )
+    BROKEN_STREAM = (
+        "broken_stream",
+        Fault.SERVICE,
+        "An engine's connection broke in the middle of an answer.",
+    )
+    NO_ENGINE = ("no_engine", Fault.SERVICE, "No engine of some role answered: 503.")
+    NO_HANDOVER = (
+        "no_handover",
+        Fault.SERVICE,
+        "It got no ticket, and `--require-prefill` forbids decode to compute it: 503.",
+    )
+    TIMED_OUT = ("timed_out", Fault.SERVICE, "`--request-timeout` ended before the answer did.")
+    BUSY = (
+        "busy",
+        Fault.LIMIT,
+        "The router holds as much as it may, for all clients together: 503.",
+    )
+    CUT_OFF = ("cut_off", Fault.LIMIT, "The router stopped before the answer was whole.")
+
+    fault: Fault
+
+    def __new__(cls, value: str, fault: Fault, meaning: str) -> Self:
+        """Only ``value`` is the member's value."""
+        made = object.__new__(cls)
+        made._value_, made.fault, made.meaning = value, fault, meaning
+        return made
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it failed, and not by its client."""
+        return self.fault not in (Fault.NONE, Fault.CLIENT)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from pdconn.router.admission.connections import Dropped
 from pdconn.router.exposition import BUILD_INFO, RouterMetric
-from pdconn.router.labels import LabelValue
-from pdconn.router.latency import LATENCY_METRICS
+from pdconn.router.labels import LabelValue, RequestEnd
 from pdconn.router.openai.requests import Direct
 from pdconn.router.pulls.pull import PullEnd
-from pdconn.router.routing.routed_request import RequestEnd
 
 _ENGINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _DECISION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
+_CLIENT_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 15, 30, 60,
+    120, 300,
+)  # fmt: skip
 
 
 class TicketEnd(LabelValue):
@@ -258,7 +260,20 @@ METRICS = (
         ("pod",),
         "Engine restarts noticed in the pod's KV events",
     ),
-    *LATENCY_METRICS,
+    RouterMetric(
+        "pdconn_router_request_seconds",
+        "histogram",
+        ("route",),
+        "Time from a request's arrival to the last byte of its answer, of those that ended ok",
+        _CLIENT_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_time_to_first_token_seconds",
+        "histogram",
+        ("route",),
+        "Time from a request's arrival to the first byte of its answer, of streamed answers",
+        _CLIENT_SECONDS,
+    ),
     BUILD_INFO,
 )
 """Every metric of the router, as ``GET /metrics`` names it; the process's come on top."""

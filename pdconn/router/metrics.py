@@ -4,10 +4,23 @@ Each router has a registry of its own, so that two in one process (a test, a not
 share counts.  Label values come from enums and from the fleet, never from a client: a client
 cannot add series, and the series of an engine that leaves the fleet go with it.
 
+What a routed request counts follows from its events::
+
+    request ────────────► first token ──► end
+       ├─ time_to_first_token ─┤   of streamed answers: others come as a whole
+       └─ request_seconds ─────────────┤   of requests that ended well
+
+Both count from a request's arrival, so that its body, the decision, prefill and the hand-over are
+in them.  ``take_moment`` hands what was seen since the last call to ``admin/history.py``.
+
 Metrics of pods are read when the page is requested, so there is nothing to keep in step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -16,14 +29,46 @@ from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.exposition import add_process, render
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.latency import RequestTimes
+from pdconn.router.labels import RequestEnd
 from pdconn.router.metric_table import METRICS, DecisionKind, ReportedTokens, TicketEnd
-from pdconn.router.openai.requests import Direct, Route
+from pdconn.router.openai.requests import Route
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
-from pdconn.router.routing.policy import Role
-from pdconn.router.routing.routed_request import Decision, RequestEnd
+from pdconn.router.routing.policy import Decision, Role
+from pdconn.router.routing.routed_request import (
+    Decided,
+    Ended,
+    Event,
+    FirstByte,
+    FirstToken,
+    Outcome,
+    Passed,
+    Prefilled,
+    Pulled,
+    RoutedRequest,
+)
 
+_KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
+_READ_LATER = ("pod_", "build_info")
+"""Beginnings of the names of metrics that others fill in."""
+_OF_ENGINES = ("retries_total", "engine_up", "engine_draining")
+MOST_KEPT = 4096
+"""Times to a first token that are kept between two calls of ``take_moment``; more are not."""
+
+
+@dataclass(slots=True)
+class Moment:
+    """Requests that ended between two calls of ``take_moment``, and first tokens that were sent.
+
+    ``served`` had an answer of decode that is no error, ``handed_over`` those of them for which
+    decode had a ticket; ``failed`` ended badly, and not by their client.
+    """
+
+    ended: int = 0
+    failed: int = 0
+    served: int = 0
+    handed_over: int = 0
+    first_tokens_s: list[float] = field(default_factory=list)
 
 
 class RouterMetrics:
@@ -31,149 +76,166 @@ class RouterMetrics:
 
     def __init__(self, engines: EngineRegistry) -> None:
         self.registry = CollectorRegistry()
-        self.times = RequestTimes(self.registry)
         add_process(self.registry)
         self._engines = engines
         self._shown: set[tuple[str, str]] = set()
-        self._requests = self._counter("requests_total")
-        self._handed_over = self._counter("handed_over_requests_total")
-        self._direct = self._counter("direct_requests_total")
-        self._retries = self._counter("retries_total")
-        self._tickets = self._counter("unused_tickets_total")
-        self._up = self._gauge("engine_up")
-        self._draining = self._gauge("engine_draining")
-        self.inflight = self._gauge("inflight_requests")
-        self.queued = self._gauge("queued_requests")
-        self.queue_seconds = self._histogram("queue_seconds")
-        self.connections = self._gauge("connections")
-        self.body_bytes = self._gauge("body_bytes")
-        self._dropped = self._counter("connections_dropped_total")
-        self.time_to_ticket = self._histogram("time_to_ticket_seconds")
-        self.decode_first_byte = self._histogram("decode_first_byte_seconds")
-        self._decisions = self._counter("decisions_total")
-        self._decision_seconds = self._histogram("decision_seconds")
-        self._without_lookup = self._counter("decisions_without_lookup_total")
-        self._prompt_tokens = self._counter("prompt_tokens_total")
-        self._hit_tokens = self._counter("predicted_hit_tokens_total")
-        self._reported = self._counter("reported_tokens_total")
-        self._pulls = self._counter("prefix_pulls_total")
-        self._pulled_tokens = self._counter("prefix_pull_tokens_total")
+        self._moment = Moment()
+        self._families: dict[str, Any] = {}
+        for name, row in _ROWS.items():
+            if not name.startswith(_READ_LATER):
+                buckets = {"buckets": row.buckets} if row.kind == "histogram" else {}
+                kind: Any = _KINDS[row.kind]
+                self._families[name] = kind(
+                    row.name, row.help, row.labels, registry=self.registry, **buckets
+                )
         self._touch_all()
-
-    def _counter(self, name: str) -> Counter:
-        row = _ROWS[name]
-        return Counter(row.name, row.help, row.labels, registry=self.registry)
-
-    def _gauge(self, name: str) -> Gauge:
-        row = _ROWS[name]
-        return Gauge(row.name, row.help, row.labels, registry=self.registry)
-
-    def _histogram(self, name: str) -> Histogram:
-        row = _ROWS[name]
-        return Histogram(
-            row.name, row.help, row.labels, registry=self.registry, buckets=row.buckets
-        )
 
     def _touch_all(self) -> None:
         """Make every series exist: 0 instead of no data until it first counts."""
         for route in Route:
             for ended in RequestEnd:
-                self._requests.labels(route.path, ended.value)
+                self._families["requests_total"].labels(route.path, ended.value)
+            for name in ("request_seconds", "time_to_first_token_seconds"):
+                self._families[name].labels(route.path)
         for role in Role:
-            self._hit_tokens.labels(role.value)
-        for family, name in (
-            (self._direct, "direct_requests_total"),
-            (self._dropped, "connections_dropped_total"),
-            (self._tickets, "unused_tickets_total"),
-            (self._pulls, "prefix_pulls_total"),
-            (self._reported, "reported_tokens_total"),
-        ):
-            ((label, values),) = _ROWS[name].values.items()
-            for one in values:
-                family.labels(**{label: one.value})
+            self._families["predicted_hit_tokens_total"].labels(role.value)
+        for name, row in _ROWS.items():
+            if len(row.labels) == 1 and row.labels[0] in row.values:
+                for one in row.values[row.labels[0]]:
+                    self._families[name].labels(one.value)
         self.fleet_changed()
+
+    def show(self, name: str, read: Callable[[], float]) -> None:
+        """Read a gauge, by its name in the table, whenever the page is requested."""
+        self._families[name].set_function(read)
 
     # The fleet
 
     def fleet_changed(self) -> None:
         """Show the engines of the fleet; the series of engines that left are removed."""
+        retries, up, draining = (self._families[name] for name in _OF_ENGINES)
         shown = {(role.value, name) for role in Role for name in self._engines.of(role)}
         for gone in self._shown - shown:
-            for family in (self._retries, self._up, self._draining):
+            for family in (retries, up, draining):
                 family.remove(*gone)
         for role, engine in shown:
-            self._retries.labels(role, engine)
-            self._up.labels(role, engine).set(self._engines.outage(engine) is None)
-            self._draining.labels(role, engine).set(self._engines.is_draining(engine))
+            retries.labels(role, engine)
+            up.labels(role, engine).set(self._engines.outage(engine) is None)
+            draining.labels(role, engine).set(self._engines.is_draining(engine))
         self._shown = shown
 
     def engine_up(self, engine: str, up: bool) -> None:
         """Show whether an engine is up, in each of its roles."""
         for role in self._engines.roles(engine):
-            self._up.labels(role.value, engine).set(1 if up else 0)
+            self._families["engine_up"].labels(role.value, engine).set(1 if up else 0)
 
     def watch(self, caches: PrefixCaches, statuses: Statuses, policy: str) -> None:
         """Show the pods too, and the policy's decisions from the start."""
         self.registry.register(PodCollector(caches, statuses, _ROWS))
         for decision in DecisionKind:
-            self._decisions.labels(policy, decision.value)
+            self._families["decisions_total"].labels(policy, decision.value)
 
     # Requests
 
     def request_ended(self, route: str, end: RequestEnd) -> None:
         """Count a client's request; ``route`` is a path that the router serves."""
-        self._requests.labels(route, end.value).inc()
+        self._families["requests_total"].labels(route, end.value).inc()
+
+    def request_queued(self, seconds: float) -> None:
+        """Count a request that has waited for a place."""
+        self._families["queue_seconds"].observe(seconds)
 
     def connection_dropped(self, reason: Dropped) -> None:
         """Count a client's connection that the router closed early."""
-        self._dropped.labels(reason.value).inc()
-
-    def decode_answered(self, direct: Direct | None) -> None:
-        """Count a request that decode answered; ``direct``: why without a ticket."""
-        if direct is None:
-            self._handed_over.inc()
-        else:
-            self._direct.labels(direct.value).inc()
+        self._families["connections_dropped_total"].labels(reason.value).inc()
 
     def retried(self, role: Role, engine: str) -> None:
         """Count a retry on another engine; of an engine that left the fleet, nothing."""
         if (role.value, engine) in self._shown:
-            self._retries.labels(role.value, engine).inc()
+            self._families["retries_total"].labels(role.value, engine).inc()
 
     def ticket_unused(self, end: TicketEnd) -> None:
         """Count a ticket that its request did not use."""
-        self._tickets.labels(end.value).inc()
+        self._families["unused_tickets_total"].labels(end.value).inc()
 
-    def decided(self, decision: Decision) -> None:
-        """Count a decision."""
+    def saw(self, request: RoutedRequest, event: Event) -> None:
+        """Count what happens to a routed request."""
+        match event:
+            case Decided(decision=decision, is_choice=True):
+                self._decided(decision)
+            case Prefilled():
+                self._observe_since_asked("time_to_ticket_seconds", request, event)
+                if event.cached_tokens is not None and not event.has_borrowed:
+                    self._reported(request.decision, event.engine, event.cached_tokens)
+            case FirstByte(is_good=True):
+                self._observe_since_asked("decode_first_byte_seconds", request, event)
+            case Passed(is_served=True, status=status) if status < 400:
+                direct = request.direct
+                if direct is None:
+                    self._families["handed_over_requests_total"].inc()
+                else:
+                    self._families["direct_requests_total"].labels(direct.value).inc()
+            case Pulled(pull=pull) if pull.end is not None:
+                self._pulled(pull, pull.end)
+            case FirstToken():
+                self.first_token(request.body.route, event.at_s - request.arrived_s)
+            case Ended():
+                self.routed_request_ended(request.body.route, request.outcome())
+
+    def _observe_since_asked(self, name: str, request: RoutedRequest, event: Event) -> None:
+        if (asked := request.asked) is not None:
+            self._families[name].observe(event.at_s - asked.at_s)
+
+    def _decided(self, decision: Decision) -> None:
         ranking = decision.ranking
         kind = DecisionKind.DECODE_ALONE if ranking.alone else DecisionKind.HAND_OVER
-        self._decisions.labels(decision.policy, kind.value).inc()
-        self._decision_seconds.observe(decision.took_s)
+        self._families["decisions_total"].labels(decision.policy, kind.value).inc()
+        self._families["decision_seconds"].observe(decision.took_s)
         if decision.lookup is None:
-            self._without_lookup.inc()
+            self._families["decisions_without_lookup_total"].inc()
             return
-        self._prompt_tokens.inc(decision.num_tokens)
+        self._families["prompt_tokens_total"].inc(decision.num_tokens)
+        hits = self._families["predicted_hit_tokens_total"]
         for role, ordered in ((Role.PREFILL, ranking.prefill), (Role.DECODE, ranking.decode)):
             if ordered:
-                self._hit_tokens.labels(role.value).inc(ordered[0].candidate.hit.tokens)
+                hits.labels(role.value).inc(ordered[0].candidate.hit.tokens)
 
-    def reported(self, decision: Decision, prefill: str, cached_tokens: int) -> None:
+    def _reported(self, decision: Decision | None, prefill: str, cached_tokens: int) -> None:
         """Count what prefill reported as cached, beside what was predicted."""
-        if decision.lookup is not None:
+        if decision is not None and decision.lookup is not None:
             for kind, num_tokens in (
                 (ReportedTokens.PREDICTED, decision.hit_tokens(prefill)),
                 (ReportedTokens.CACHED, max(0, cached_tokens)),
                 (ReportedTokens.PROMPT, decision.num_tokens),
             ):
-                self._reported.labels(kind.value).inc(num_tokens)
+                self._families["reported_tokens_total"].labels(kind.value).inc(num_tokens)
 
-    def prefix_pulled(self, pull: PrefixPull) -> None:
-        """Count a pull that has ended."""
-        if pull.end is not None:
-            self._pulls.labels(pull.end.value).inc()
-        if pull.end is PullEnd.TAKEN:
-            self._pulled_tokens.inc(pull.saved)
+    def _pulled(self, pull: PrefixPull, end: PullEnd) -> None:
+        self._families["prefix_pulls_total"].labels(end.value).inc()
+        if end is PullEnd.TAKEN:
+            self._families["prefix_pull_tokens_total"].inc(pull.saved)
+
+    def first_token(self, route: Route, seconds: float) -> None:
+        """The first byte of a streamed answer goes to its client."""
+        self._families["time_to_first_token_seconds"].labels(route.path).observe(seconds)
+        if len(self._moment.first_tokens_s) < MOST_KEPT:
+            self._moment.first_tokens_s.append(seconds)
+
+    def routed_request_ended(self, route: Route, outcome: Outcome) -> None:
+        """A request whose body was good is over."""
+        if outcome.end is RequestEnd.OK and outcome.total_s is not None:
+            self._families["request_seconds"].labels(route.path).observe(outcome.total_s)
+        moment = self._moment
+        moment.ended += 1
+        moment.failed += outcome.end is None or outcome.end.is_failure
+        if outcome.decode is not None and (outcome.status or 0) < 400:
+            moment.served += 1
+            moment.handed_over += outcome.ticket_s is not None
+
+    def take_moment(self) -> Moment:
+        """What happened since the last call."""
+        taken, self._moment = self._moment, Moment()
+        return taken
 
     def render(self) -> bytes:
         """The page that Prometheus reads."""

@@ -154,14 +154,13 @@ async def _services(
     metrics = RouterMetrics(engines)
     client = EngineClient(config.times.connect_timeout_s)
     alone, timeout_s = config.engines.decodes_alone, config.times.health_timeout_s
-    health = Health(engines, client, metrics, decodes_alone=alone, timeout_s=timeout_s)
+    health = Health(engines, client, metrics.engine_up, decodes_alone=alone, timeout_s=timeout_s)
     probes, planner = Probes(health), PullPlanner.of(config.routing.pull_above or 1)
     router = make_router(
         config,
         policy,
         engines=engines,
         client=client,
-        metrics=metrics,
         planner=planner,
         limits=limits,
         engine_key=engine_key,
@@ -248,11 +247,11 @@ def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -
         config.admission.max_requests,
         config.admission.max_queue,
         config.admission.queue_timeout_s,
-        metrics.queue_seconds.observe,
+        metrics.request_queued,
     )
-    metrics.queued.set_function(lambda: len(queue))
-    metrics.connections.set_function(lambda: len(admission))
-    metrics.body_bytes.set_function(lambda: budget.nbytes)
+    metrics.show("queued_requests", lambda: len(queue))
+    metrics.show("connections", lambda: len(admission))
+    metrics.show("body_bytes", lambda: budget.nbytes)
     return BodyReader(admission, budget, queue, config.admission.max_body_nbytes)
 
 

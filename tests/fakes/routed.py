@@ -11,8 +11,8 @@ from typing import Any
 
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.policy import PrefixAware
-from pdconn.router.routing.routed_request import Decision, Outcome
+from pdconn.router.routing.policy import Decision, PrefixAware
+from pdconn.router.routing.routed_request import Outcome
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.event_loop import until

@@ -23,9 +23,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pdconn.router.admin.probes import PROBES
+from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.answers import AnswerReader
 from pdconn.router.openai.headers import REQUEST_ID_HEADER
-from pdconn.router.routing.routed_request import Guess, RequestEnd, RoutedRequest
+from pdconn.router.routing.routed_request import Ended, Guess, Passed, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 from transport.errors import shown
 
@@ -106,7 +107,8 @@ def logging_access(on_end: Callable[[RoutedRequest], object]) -> Middleware:
             status = error.status
             raise
         except asyncio.CancelledError:
-            status = None if served.routed is None else served.routed.status
+            passed = None if served.routed is None else served.routed.last(Passed)
+            status = None if passed is None else passed.status
             raise
         finally:
             _CURRENT.reset(token)
@@ -124,14 +126,19 @@ def _ended(
     status: int | None,
     on_end: Callable[[RoutedRequest], object],
 ) -> None:
-    total_s = time.perf_counter() - served.began_s
-    routed = served.routed
+    now_s = time.perf_counter()
+    routed, answer = served.routed, served.answer
     if routed is not None and served.end is not None:
-        routed.finish(served.end, status, total_s)
+        prompt_tokens = None if answer is None else answer.prompt_tokens
+        routed.note(Ended(served.end, status, prompt_tokens, at_s=now_s))
         on_end(routed)
     level = logging.DEBUG if http.path in PROBES else logging.INFO  # they come every few seconds
     if log.isEnabledFor(level):
-        log.log(level, "pdconn: request %s", KeyValues(_fields(http, served, status, total_s)))
+        log.log(
+            level,
+            "pdconn: request %s",
+            KeyValues(_fields(http, served, status, now_s - served.began_s)),
+        )
 
 
 def _fields(
@@ -150,13 +157,14 @@ def _fields(
         fields["outcome"] = served.end.value
     routed = served.routed
     if routed is not None:
+        outcome = routed.outcome()
         fields |= {
             "prompt_tokens": _counted(routed.counted_tokens),
-            "cached_tokens": routed.cached_tokens,
-            "prefill": routed.prefill,
-            "decode": routed.decode,
-            "ticket_seconds": _rounded(routed.ticket_s),
-            "first_byte_seconds": _rounded(routed.first_byte_s),
+            "cached_tokens": outcome.cached_tokens,
+            "prefill": outcome.prefill,
+            "decode": outcome.decode,
+            "ticket_seconds": _rounded(outcome.ticket_s),
+            "first_byte_seconds": _rounded(outcome.first_byte_s),
         }
     return fields
 

@@ -36,7 +36,7 @@ class AdminApp:
 
     def __init__(self, debug_page: DebugPage, metrics: RouterMetrics, probes: Probes) -> None:
         self._debug_page = debug_page
-        self._history = History(debug_page.router, metrics.times)
+        self._history = History(debug_page.router, metrics)
         self._metrics = metrics
         self._probes = probes
         self._page_body = _PAGE.read_bytes()

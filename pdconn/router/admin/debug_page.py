@@ -22,9 +22,8 @@ from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
-from pdconn.router.routing.policy import Role, ScoredCandidate
-from pdconn.router.routing.routed_request import Decision, Logged
-from pdconn.router.routing.timeline import Step
+from pdconn.router.routing.policy import Decision, Role, ScoredCandidate
+from pdconn.router.routing.routed_request import Logged, Step
 
 SHOWN = 50
 """Decisions on the page."""

@@ -23,7 +23,7 @@ from itertools import islice
 import msgspec
 from aiohttp import web
 
-from pdconn.router.latency import Moment, RequestTimes
+from pdconn.router.metrics import Moment, RouterMetrics
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
 
 INTERVAL_S = 2.0
@@ -82,12 +82,12 @@ class History:
     def __init__(
         self,
         router: RequestRouter,
-        times: RequestTimes,
+        metrics: RouterMetrics,
         clock: Callable[[], float] = time.time,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._router = router
-        self._times = times
+        self._metrics = metrics
         self._clock = clock
         self._interval_s = interval_s
         self._samples: deque[RouterSample] = deque(maxlen=MOST_SAMPLES)
@@ -98,7 +98,7 @@ class History:
     def take(self) -> RouterSample:
         """Take one sample and keep it."""
         moments = self._moments
-        moments.append(self._times.take())
+        moments.append(self._metrics.take_moment())
         latest = list(islice(reversed(moments), _RATE_OVER))
         over_s = len(latest) * self._interval_s
         served = sum(one.served for one in moments)

@@ -21,7 +21,6 @@ from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry, Outage
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
@@ -36,6 +35,9 @@ _NOT_PROBED = "not probed yet"
 class Health:
     """Keeps the outages of ``EngineRegistry`` up to date.
 
+    Args:
+        changed: is called with each engine that goes down or comes up, and whether it is up.
+
     Attributes:
         when_up: called with each engine that is up again.
     """
@@ -44,7 +46,7 @@ class Health:
         self,
         engines: EngineRegistry,
         client: EngineClient,
-        metrics: RouterMetrics,
+        changed: Callable[[str, bool], object],
         *,
         decodes_alone: bool = True,
         timeout_s: float = PROBE_TIMEOUT_S,
@@ -54,7 +56,7 @@ class Health:
         self._decodes_alone = decodes_alone
         self._engines = engines
         self._client = client
-        self._metrics = metrics
+        self._changed = changed
         self._probes: dict[asyncio.Task[None], str] = {}
         self._suspected: set[str] = set()
         self._closed = False
@@ -102,7 +104,7 @@ class Health:
         if self._engines.outage(engine) is not None:
             return  # another request failed first, and a task is probing already
         outage = self._engines.mark_down(engine, why)
-        self._metrics.engine_up(engine, up=False)
+        self._changed(engine, False)
         log.warning(
             "pdconn: engine down engine=%s roles=%s why=%r request=%s next_probe_s=%g",
             engine,
@@ -147,7 +149,7 @@ class Health:
 
     def _report_up(self, engine: str) -> None:
         if self._engines.mark_up(engine):
-            self._metrics.engine_up(engine, up=True)
+            self._changed(engine, True)
             log.info("pdconn: engine up engine=%s", engine)
             self.when_up(engine)
 

@@ -30,7 +30,7 @@ from pdconn.router.background import Background
 from pdconn.router.errors import Refusal
 from pdconn.router.fleet.client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
-from pdconn.router.routing.routed_request import RoutedRequest, Stage
+from pdconn.router.routing.routed_request import Abandoned, ClientLeft, RoutedRequest, StepKind
 
 #: Long for what it waits for, which takes milliseconds in a healthy engine, and a second where
 #: many engines share few cores.  The price: an engine learns up to this much later that the client
@@ -39,21 +39,6 @@ PATIENCE_S = 2.0
 
 #: Each holds its request's body.
 MOST_ABANDONED = 1024
-
-
-class Abandoned(Exception):
-    """The client left before another engine was asked."""
-
-
-def enter(request: RoutedRequest, stage: Stage) -> None:
-    """Go on with the next engine, unless the client has left.
-
-    Raises:
-        Abandoned: it has.
-    """
-    if request.client_left:
-        raise Abandoned
-    request.enter(stage)
 
 
 class AbandonedRequests:
@@ -78,7 +63,7 @@ class AbandonedRequests:
 
     def client_left(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
         """Take over ``task``, which is still running the request."""
-        request.client_left = True
+        request.note(ClientLeft())
         request.held.use()
         if not self._running.spawn(self._finish(request, task), "finish an abandoned request"):
             request.held.release()
@@ -93,7 +78,7 @@ class AbandonedRequests:
             # It has cancelled the task, and that closed the engine's connection, unless
             # the answer came in the same moment.
             task.add_done_callback(_close)
-            if not request.delivery.begun:
+            if request.asked is None or not request.asked.delivery.begun:
                 self.give_back(request)
         except (Abandoned, Refusal):
             pass
@@ -104,7 +89,7 @@ class AbandonedRequests:
 
     def _wait_s(self, request: RoutedRequest) -> float:
         """Seconds before the engine's connection may be closed."""
-        if request.stage is Stage.PREFILL:
+        if request.asked is None or request.asked.step is StepKind.PREFILL:
             return self._patience_s
         if request.ticket is None:
             return 0.0  # no blocks depend on it

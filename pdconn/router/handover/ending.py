@@ -8,8 +8,8 @@ URL is wrong.  501 is the client's too: it asked for what this engine cannot do.
 
 from __future__ import annotations
 
+from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.answers import AnswerReader
-from pdconn.router.routing.routed_request import RequestEnd
 
 _TOO_MANY = 429
 _NOT_IMPLEMENTED = 501

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from pdconn.router.errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
 from pdconn.router.fleet.client import (
@@ -26,7 +28,7 @@ from pdconn.router.fleet.client import (
     IdleConnectionLost,
 )
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests, enter
+from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.prefill import Prefill
 from pdconn.router.handover.rules import INTERNAL_ERROR, may_repeat, status_of
 from pdconn.router.handover.tries import EngineTries
@@ -35,8 +37,20 @@ from pdconn.router.openai.bodies import decode_body
 from pdconn.router.openai.headers import to_rank
 from pdconn.router.openai.requests import Direct
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.policy import Candidate, Role
-from pdconn.router.routing.routed_request import Decision, RoutedRequest, Stage
+from pdconn.router.routing.policy import Candidate, Decision, Role
+from pdconn.router.routing.routed_request import (
+    Abandoned,
+    Began,
+    Decided,
+    FirstByte,
+    Learned,
+    Over,
+    Passed,
+    RoutedRequest,
+    StepKind,
+    WentDirect,
+    said,
+)
 
 _NOT_FOUND = 404
 
@@ -65,6 +79,7 @@ class Handover:
             UnknownModel: no engine serves its model.
             BadBody: the prompt is longer than the model's length, or it names none of the models.
         """
+        request.watchers = (*request.watchers, self.metrics)
         task = asyncio.create_task(self._run(request))
         try:
             return await asyncio.shield(task)
@@ -80,7 +95,7 @@ class Handover:
                 refusal = request.take_refusal()
                 if refusal is None:
                     raise
-                request.status = refusal.status
+                request.note(Passed(refusal.status))
                 return refusal
         finally:
             request.keep_refusal(None)
@@ -90,18 +105,17 @@ class Handover:
         for _ in self.tries.bounded(itertools.count()):
             if not self.router.eligible(Role.DECODE, request):
                 # Prefill would lend blocks for nothing.
-                request.decision = self.router.no_choice(request, "no decode engine is up")
+                nothing = self.router.no_choice(request, "no decode engine is up")
+                request.note(Decided(nothing, is_choice=False))
                 raise self._none_left()
             decision = await self._decide(request)
             try:
                 answer = await self._serve(request, decision)
-                if answer is not None and request.end is None:
-                    request.status = answer.status
+                if answer is not None:
+                    request.note(Passed(answer.status, request.last(FirstByte) is not None))
             finally:
                 self.router.decisions.end(decision, request.outcome())
             if answer is not None:
-                if request.decode is not None and answer.status < 400:
-                    self.metrics.decode_answered(request.direct)
                 return answer
         raise self._none_left()
 
@@ -109,28 +123,21 @@ class Handover:
         return NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE, failures))
 
     async def _decide(self, request: RoutedRequest) -> Decision:
-        with request.span.child("route") as span:
-            request.decision = decision = await self.router.decide(request)
-            ranking = decision.ranking
-            span.note(
-                policy=decision.policy,
-                prompt_tokens=decision.num_tokens,
-                alone=ranking.alone,
-                without_lookup=decision.unknown,
-            )
+        with request.within(StepKind.ROUTE):
+            decision = await self.router.decide(request)
+            request.note(Decided(decision))
         return decision
 
     async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """An answer as decided; None if another decision is needed."""
         ranking = decision.ranking
-        request.direct = request.body.direct
-        if request.direct is not None:
-            pass
-        elif ranking.alone and ranking.decode:
+        is_direct = request.body.direct is not None
+        if not is_direct and ranking.alone and ranking.decode:
             no_prefill = self.router.decodes_alone and not ranking.prefill
-            request.direct = Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD
+            request.note(WentDirect(Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD))
             return await self._decode_alone(request, ranking.decode[0].candidate)
-        else:
+        request.note(WentDirect(request.body.direct))
+        if not is_direct:
             refusal = await self.prefill.ask(request, decision)
             if refusal is not None:
                 return refusal
@@ -198,9 +205,9 @@ class Handover:
         again: list[Candidate] = []  # not at fault, if it was the ticket or the connection
         for candidate in itertools.chain(candidates, again):
             had_ticket = request.ticket is not None
-            enter(request, Stage.DECODE)
+            began = request.begin(StepKind.DECODE, candidate.engine, handed_over=had_ticket)
             try:
-                answer = await self._ask_decode(request, candidate)
+                answer = await self._ask_decode(request, candidate, began)
             except (ConnectFailed, ConnectionLost) as error:
                 failures.append(
                     self.tries.failed_request(Role.DECODE, candidate.engine, request, error)
@@ -226,8 +233,7 @@ class Handover:
     ) -> EngineFailure | None:
         """Note an answer; a failure if another engine is to be asked instead."""
         engine, status = candidate.engine, _status(answer)
-        request.decode = engine
-        request.first_byte_s = request.waited_s()
+        first_byte_s = time.perf_counter()
         failure = self.tries.refused_request(Role.DECODE, answer, status, request)
         if failure is None and await self.router.is_shorter(engine, status, request):
             failure = self.tries.too_short(Role.DECODE, engine, request)
@@ -236,47 +242,46 @@ class Handover:
             # vLLM tells the lender of most requests that it refuses, though not of
             # those whose body it cannot read.  A second return has no effect.
             self.abandoned.give_back(request)
-        if failure is None or (had_ticket and not self.router.decodes_alone):
-            self.metrics.decode_first_byte.observe(request.first_byte_s)
-            return None
-        return failure
+        is_good = failure is None or (had_ticket and not self.router.decodes_alone)
+        request.note(FirstByte(engine, is_good, at_s=first_byte_s))
+        return None if is_good else failure
 
     def _spend_ticket(self, request: RoutedRequest) -> None:
         """The next engine computes the prompt, if it may."""
-        request.ticket = request.ticket_s = None
-        request.direct = Direct.TICKET_SPENT
+        request.ticket = None
+        request.note(WentDirect(Direct.TICKET_SPENT))
         self._check_may_compute(request)
 
-    async def _ask_decode(self, request: RoutedRequest, candidate: Candidate) -> EngineAnswer:
+    async def _ask_decode(
+        self, request: RoutedRequest, candidate: Candidate, began: Began
+    ) -> EngineAnswer:
         engine = candidate.engine
-        span = request.span.child("decode", engine=engine, handed_over=request.ticket is not None)
         headers = to_rank(request.headers, candidate.rank)
-        span.inject(headers)
+        if request.trace is not None:
+            request.trace.inject(headers)
         body = decode_body(request.body, request.ticket)
         finish = self.router.inflight.start(engine, 0, candidate.rank)
 
-        def closed() -> None:
+        def closed(error: BaseException | None = None) -> None:
             finish()
-            span.end()
+            request.note(Over(began, None if error is None else said(error)))
 
         try:
             path = request.body.route.path
             answer = await self.client.post(
-                engine, path, body, headers, request.delivery, may_repeat=may_repeat(request.ticket)
+                engine, path, body, headers, began.delivery, may_repeat=may_repeat(request.ticket)
             )
         except BaseException as error:
-            span.fail(f"{type(error).__name__}: {error}")
-            closed()
+            closed(error)
             raise
         answer.when_closed(closed)
-        span.note(status=answer.status)
+        request.note(Learned(began, {"status": answer.status}))
         try:
             await answer.await_first()
         except BaseException as error:
-            span.fail(f"{type(error).__name__}: {error}")
+            answer.when_closed(partial(closed, error))
             answer.close()
             raise
-        span.note(first_byte_seconds=request.waited_s())
         return answer
 
 

@@ -18,7 +18,6 @@ from pdconn.router.fleet.client import (
     EngineClient,
     EngineTimedOut,
 )
-from pdconn.router.handover.abandoned import enter
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.answers import find_usage
@@ -26,9 +25,15 @@ from pdconn.router.openai.bodies import find_ticket, prefill_body, with_tokens
 from pdconn.router.openai.headers import to_rank
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.policy import Candidate, Role
-from pdconn.router.routing.routed_request import Decision, RoutedRequest, Stage
-from pdconn.router.tracing.spans import Span
+from pdconn.router.routing.policy import Candidate, Decision, Role
+from pdconn.router.routing.routed_request import (
+    Began,
+    Learned,
+    Prefilled,
+    RoutedRequest,
+    StepKind,
+    WentDirect,
+)
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +73,6 @@ class Prefill:
         why = Direct.NO_PREFILL
         for candidate in self.tries.candidates(Role.PREFILL, decision, request):
             engine = candidate.engine
-            enter(request, Stage.PREFILL)
             is_idle = self.router.inflight.at(engine)[0] == 0
             try:
                 answer = await self._ask_one(request, decision, candidate)
@@ -96,7 +100,7 @@ class Prefill:
             request.keep_refusal(answer)
         if self.router.decodes_alone:
             request.keep_refusal(None)
-            request.direct = why
+            request.note(WentDirect(why))
             return None
         known = self.tries.engines.failures(Role.PREFILL, failures)
         raise NoEngineLeft(Role.PREFILL.value, known)
@@ -108,13 +112,13 @@ class Prefill:
         uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
         finish = self.router.inflight.start(engine, uncached, candidate.rank)
         try:
-            with request.span.child("prefill", engine=engine, uncached=uncached) as span:
-                return await self._ask_in_time(request, candidate, span)
+            with request.within(StepKind.PREFILL, engine, uncached=uncached) as began:
+                return await self._ask_in_time(request, candidate, began)
         finally:
             finish()
 
     async def _ask_in_time(
-        self, request: RoutedRequest, candidate: Candidate, span: Span
+        self, request: RoutedRequest, candidate: Candidate, began: Began
     ) -> _Prefilled | EngineAnswer:
         """What prefill says.
 
@@ -123,37 +127,38 @@ class Prefill:
                 aborts the request there; what it has lent in this moment its lease frees.
         """
         if self.timeout_s is None:
-            return await self._ask_lending(request, candidate, span)
+            return await self._ask_lending(request, candidate, began)
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await self._ask_lending(request, candidate, span)
+                return await self._ask_lending(request, candidate, began)
         except TimeoutError as error:
             raise EngineTimedOut(f"no ticket within {self.timeout_s:g} s") from error
 
     async def _ask_lending(
-        self, request: RoutedRequest, candidate: Candidate, span: Span
+        self, request: RoutedRequest, candidate: Candidate, began: Began
     ) -> _Prefilled | EngineAnswer:
         """What prefill says, with what another engine lends it of the prompt; or its refusal."""
-        borrowed = await self.pulls.borrow(request, candidate, span)
-        answer = await self._post(request, candidate, borrowed, span)
+        borrowed = await self.pulls.borrow(request, candidate)
+        answer = await self._post(request, candidate, borrowed, began)
         if borrowed is not None and isinstance(answer, EngineAnswer) and answer.status >= 500:
             # Its engine fails requests whose pull fails: the prompt can still be computed.
             answer.close()
-            answer = await self._post(request, candidate, None, span)
+            answer = await self._post(request, candidate, None, began)
         return answer
 
     async def _post(
-        self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None, span: Span
+        self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None, began: Began
     ) -> _Prefilled | EngineAnswer:
         try:
             source = None if borrowed is None else borrowed.ticket
             body = prefill_body(request.body, source, returns_tokens=self.reuses_tokens)
             headers = to_rank(request.headers, candidate.rank)
             headers["Accept-Encoding"] = "identity"  # the router reads this answer
-            span.inject(headers)
+            if request.trace is not None:
+                request.trace.inject(headers)
             path = request.body.route.path
             answer = await self.client.post(candidate.engine, path, body, headers)
-            span.note(status=answer.status)
+            request.note(Learned(began, {"status": answer.status}))
             if answer.status == 200:
                 async with answer:
                     return _Prefilled(await answer.rest(), borrowed)
@@ -167,22 +172,18 @@ class Prefill:
         self, request: RoutedRequest, decision: Decision, engine: str, answer: _Prefilled
     ) -> None:
         """Note the ticket and the reported cache hit, of which pulled tokens are a part."""
-        took_s = request.waited_s()
         self.tries.engines.rests.answered(engine)
-        self.tries.metrics.time_to_ticket.observe(took_s)
-        request.prefill = engine
         request.ticket = find_ticket(answer.whole)
-        usage = find_usage(answer.whole)
-        request.cached_tokens, request.prompt_tokens = usage.cached, usage.prompt
-        if request.cached_tokens is not None and answer.borrowed is None:
-            self.router.prefill_reported(decision, engine, request.cached_tokens)
+        usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
+        has_ticket = request.ticket is not None
+        request.note(Prefilled(engine, has_ticket, usage.cached, usage.prompt, has_borrowed))
+        if usage.cached is not None and not has_borrowed:
+            self.router.prefill_reported(decision, engine, usage.cached)
         if request.ticket is None:
-            request.direct = Direct.NO_TICKET
+            request.note(WentDirect(Direct.NO_TICKET))
             self._warn_no_ticket(engine)
-        else:
-            request.ticket_s = took_s
-            if self.reuses_tokens and request.body.route is Route.CHAT:
-                request.ticket = with_tokens(request.ticket, answer.whole)
+        elif self.reuses_tokens and request.body.route is Route.CHAT:
+            request.ticket = with_tokens(request.ticket, answer.whole)
 
     def _warn_no_ticket(self, engine: str) -> None:
         self._warned.intersection_update(self.tries.engines.names)

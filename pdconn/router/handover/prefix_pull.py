@@ -28,7 +28,6 @@ from pdconn.router.background import Background
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient, OutOfResources
 from pdconn.router.fleet.health import Health
 from pdconn.router.handover.ticket_return import TicketReturner
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import find_prefix_ticket, find_ticket, prefix_body, without_prompt
 from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
 from pdconn.router.openai.requests import Route
@@ -36,8 +35,13 @@ from pdconn.router.pulls.choose import Holder, PullChoice
 from pdconn.router.pulls.planner import RESTS_S, PullPlanner
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Candidate
-from pdconn.router.routing.routed_request import RoutedRequest
-from pdconn.router.tracing.spans import NOT_TRACED, Span
+from pdconn.router.routing.routed_request import (
+    Learned,
+    Prefilled,
+    Pulled,
+    RoutedRequest,
+    StepKind,
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +90,11 @@ class PrefixPulls:
         planner: PullPlanner,
         client: EngineClient,
         health: Health,
-        metrics: RouterMetrics,
         tickets: TicketReturner,
     ) -> None:
         self._planner = planner
         self._client = client
         self._health = health
-        self._metrics = metrics
         self._tickets = tickets
         self._asking = Background(limit=MOST_ASKED)
 
@@ -100,9 +102,7 @@ class PrefixPulls:
         """Wait up to ``grace_s`` for holders that are being asked."""
         await self._asking.close(grace_s)
 
-    async def borrow(
-        self, request: RoutedRequest, candidate: Candidate, span: Span = NOT_TRACED
-    ) -> Borrowed | None:
+    async def borrow(self, request: RoutedRequest, candidate: Candidate) -> Borrowed | None:
         """A ticket for what ``candidate`` should pull; None where it computes its prompt.
 
         Notes what came of it in ``request.pull``, and takes the tokens off the request.
@@ -112,9 +112,9 @@ class PrefixPulls:
         if choice is None or choice.holder is None or tokens is None:
             return None
         engine, num_tokens = choice.holder.engine, choice.holder.tokens
-        with span.child("prefix", engine=engine, tokens=num_tokens) as within:
-            borrowed = await self._borrow(request, choice, choice.holder, tokens, within)
-            within.note(lent=borrowed is not None)
+        with request.within(StepKind.BORROW, engine, tokens=num_tokens) as began:
+            borrowed = await self._borrow(request, choice, choice.holder, tokens)
+            request.note(Learned(began, {"lent": borrowed is not None}))
         return borrowed
 
     async def _borrow(
@@ -123,12 +123,12 @@ class PrefixPulls:
         choice: PullChoice,
         holder: Holder,
         tokens: Sequence[int],
-        span: Span,
     ) -> Borrowed | None:
         began = time.perf_counter()
         body = prefix_body(request.body, tokens[: holder.tokens + 1])
         asked = _asked(request, holder)
-        span.inject(asked.headers)
+        if request.trace is not None:
+            request.trace.inject(asked.headers)
         answer: asyncio.Future[Came] = asyncio.get_running_loop().create_future()
         asking = self._ask(request.held, asked, holder, body, answer)
         if not self._asking.spawn(asking, "ask for a prefix"):
@@ -143,10 +143,11 @@ class PrefixPulls:
                 self._tickets.give_back(asked, left)
             raise
         took_s = time.perf_counter() - began
-        request.pull = PrefixPull(holder.engine, holder.tokens, choice.saved, took_s)
+        pull = PrefixPull(holder.engine, holder.tokens, choice.saved, took_s)
         if isinstance(came, PullEnd):
-            self._end(request, came)
+            request.note(Pulled(replace(pull, end=came)))
             return None
+        request.note(Pulled(pull))
         return Borrowed(choice, asked, came)
 
     async def _ask(
@@ -215,7 +216,8 @@ class PrefixPulls:
 
         Where it does not say so the ticket is returned, which has no effect if it was used.
         """
-        now, cached = time.monotonic(), request.cached_tokens
+        prefilled = request.last(Prefilled)
+        now, cached = time.monotonic(), None if prefilled is None else prefilled.cached_tokens
         if borrowed is None:
             if leg.learns:
                 self._learn(leg, cached, now)
@@ -243,8 +245,7 @@ class PrefixPulls:
 
     def _end(self, request: RoutedRequest, end: PullEnd) -> None:
         assert request.pull is not None
-        request.pull = replace(request.pull, end=end)
-        self._metrics.prefix_pulled(request.pull)
+        request.note(Pulled(replace(request.pull, end=end)))
 
 
 def _came(answer: asyncio.Future[Came]) -> Came:

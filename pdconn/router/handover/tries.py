@@ -22,8 +22,8 @@ from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.rules import ELSEWHERE, INTERNAL_ERROR, MOST_BROKEN, retry_after_s
 from pdconn.router.metrics import RouterMetrics
-from pdconn.router.routing.policy import Candidate, Role
-from pdconn.router.routing.routed_request import Decision, RoutedRequest
+from pdconn.router.routing.policy import Candidate, Decision, Role
+from pdconn.router.routing.routed_request import Failed, RoutedRequest
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class EngineTries:
     ) -> EngineFailure:
         """``failed``, of a request that goes on with another engine."""
         is_broken = isinstance(error, ConnectionLost) and not isinstance(error, _HARMLESS)
-        request.failures[engine, role] = is_broken
+        request.note(Failed(engine, role, is_broken))
         return self.failed(role, engine, request.request_id, error)
 
     def refused_request(
@@ -93,13 +93,13 @@ class EngineTries:
         """``refused``, of a request that goes on with another engine if there is a failure."""
         failure = self.refused(role, answer, status, request.request_id)
         if failure is not None:
-            request.failures[answer.engine, role] = status == INTERNAL_ERROR
+            request.note(Failed(answer.engine, role, status == INTERNAL_ERROR))
         return failure
 
     def too_short(self, role: Role, engine: str, request: RoutedRequest) -> EngineFailure:
         """An engine takes shorter prompts than others do: no fault of its."""
         self.metrics.retried(role, engine)
-        request.failures[engine, role] = False
+        request.note(Failed(engine, role, False))
         return EngineFailure(engine, "its max_model_len is too short")
 
     def failed(

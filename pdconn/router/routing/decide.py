@@ -20,7 +20,6 @@ from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
 from pdconn.router.fleet.loads import KvUsage, LoadPoller
 from pdconn.router.fleet.metrics import Load
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.requests import count_ids
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
@@ -32,12 +31,13 @@ from pdconn.router.routing.policy import (
     TIE_TOKENS,
     TOKENS_PER_DECODE_REQUEST,
     Candidate,
+    Decision,
     Policy,
     Ranking,
     Role,
     RouteQuery,
 )
-from pdconn.router.routing.routed_request import Decision, DecisionLog, RoutedRequest
+from pdconn.router.routing.routed_request import DecisionLog, RoutedRequest
 from pdconn.router.routing.tokenize import Tokenised, Tokeniser, asking, text
 
 _BAD_REQUEST = 400
@@ -79,7 +79,6 @@ class RequestRouter:
     caches: PrefixCaches
     tokeniser: Tokeniser
     loads: LoadPoller
-    metrics: RouterMetrics
     inflight: InflightTracker = field(default_factory=InflightTracker)
     decisions: DecisionLog = field(default_factory=DecisionLog)
     trust: dict[str, float] = field(default_factory=dict)
@@ -122,7 +121,6 @@ class RequestRouter:
             query.is_guess,
         )
         self.decisions.add(decision)
-        self.metrics.decided(decision)
         return decision
 
     def eligible(self, role: Role, request: RoutedRequest) -> tuple[str, ...]:
@@ -211,7 +209,6 @@ class RequestRouter:
 
     def prefill_reported(self, decision: Decision, prefill: str, cached_tokens: int) -> None:
         """Prefill has reported how many prompt tokens its cache held."""
-        self.metrics.reported(decision, prefill, cached_tokens)
         promised = decision.promised_tokens(prefill)
         if promised >= JUDGED_FROM:
             kept = min(1.0, cached_tokens / promised)
@@ -303,8 +300,6 @@ class RequestRouter:
 
 
 def _not_failed(role: Role, request: RoutedRequest, engines: tuple[str, ...]) -> tuple[str, ...]:
-    if not request.failures:
-        return engines
     return tuple(name for name in engines if not request.has_failed_at(name, role))
 
 

@@ -39,6 +39,7 @@ from enum import Enum
 from hashlib import blake2b
 from typing import ClassVar, Protocol
 
+from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.choose import PullChoice
 
@@ -137,6 +138,52 @@ class Ranking:
     decode: tuple[ScoredCandidate, ...]
     alone: bool = False
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the policy decided for a request, and what it knew.
+
+    Attributes:
+        at: seconds since the epoch.
+        policy: its name.
+        num_tokens: of the prompt.
+        is_guess: that is an estimate, as the prompt was not tokenized.
+        ranking: the engines to try.
+        lookup: the hits of its prefix; None without a lookup.
+        unknown: why there was no lookup.
+        took_s: time that the decision took, tokenizing included.
+    """
+
+    request_id: str
+    at: float
+    policy: str
+    num_tokens: int
+    ranking: Ranking
+    lookup: PrefixLookup | None = None
+    unknown: str | None = None
+    took_s: float = 0.0
+    is_guess: bool = False
+
+    @property
+    def num_hashes(self) -> int:
+        """Block hashes that the lookup keeps."""
+        prompts = () if self.lookup is None else self.lookup.prompts.values()
+        return sum(len(prompt.hashes) for prompt in prompts)
+
+    def hit_tokens(self, engine: str | None) -> int:
+        """Predicted hit in an engine's prefix cache."""
+        best = None if self.lookup is None else self.lookup.best(engine)
+        return 0 if best is None else best.hit.tokens
+
+    def promised_tokens(self, prefill: str) -> int:
+        """What ``prefill`` should report as cached; 0 where it chose among unequal ranks."""
+        ranks = () if self.lookup is None else self.lookup.ranks.get(prefill, ())
+        named = [
+            one.candidate.rank for one in self.ranking.prefill if one.candidate.engine == prefill
+        ]
+        asked = [rank for rank in ranks if len(ranks) == 1 or rank.rank in named]
+        return asked[0].hit.tokens if asked else 0
 
 
 class Policy(Protocol):

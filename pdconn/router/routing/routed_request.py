@@ -1,16 +1,21 @@
-"""One request on its way through the router: what travels, what was decided, how it ended.
+"""One request on its way through the router: what travels, what happens to it, how it ended.
 
 ::
 
     client ──► app ──► decide ──► handover ──► stream ──► client
                RoutedRequest ───────────────────────►
-                       Decision ────►      Outcome
+               Received  Began, Decided, Prefilled, Began, FirstByte, Passed ... Ended
 
-- A ``RoutedRequest`` travels.  It is the only one of the three that changes, and the hand-over
-  changes it.
+    receive ─► route ─► borrow ─► prefill ─► decode ─► stream         the page's waterfall
+    its body            a prefix  until the  until its  until its
+                                  ticket     first byte last byte
+
+- A ``RoutedRequest`` travels.  What happens to it is appended to its ``events``, and nothing of
+  them changes: which engines answered, how long they took, its steps, its spans, its metrics, its
+  line in the access log and its row on the admin page are read from them.
 - A ``Decision`` says which engines to try, and why.
-- An ``Outcome`` says which engines served the request, how long they took and how it ended.
-  It is written when the answer begins, and finally when it ends.
+- An ``Outcome`` is what its events say of how it ended.  It is kept when the answer begins, and
+  finally when it ends.
 
 ``DecisionLog`` keeps the last decisions with their outcomes, and no request: those hold bodies.
 """
@@ -18,97 +23,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Self
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Raw
 from multidict import CIMultiDict
 
 from pdconn.router.admission.budget import HeldBody
-from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.fleet.client import Delivery, EngineAnswer
-from pdconn.router.labels import LabelValue
+from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.requests import Direct, ParsedBody
 from pdconn.router.pulls.pull import PrefixPull
-from pdconn.router.routing.policy import Ranking, Role
-from pdconn.router.routing.timeline import Answered, Step, StepKind, Timeline
-from pdconn.router.tracing.spans import NOT_TRACED, Span
+from pdconn.router.routing.policy import Decision, Role
 
 MOST_DECISIONS = 512
 MOST_HASHES = 1_000_000
-
-
-class Fault(Enum):
-    """The side that a request's end is a failure of."""
-
-    NONE = "none"
-    CLIENT = "client"
-    SERVICE = "service"
-    #: A bound or a stop that the operator has set.
-    LIMIT = "limit"
-
-
-class RequestEnd(LabelValue):
-    """How a client's request ended: the label ``outcome`` of ``requests_total``.
-
-    ``fault`` decides the colour on the admin page, spans that failed, and what alerts count.
-    """
-
-    OK = ("ok", Fault.NONE, "The client has the whole answer.")
-    REFUSED = (
-        "refused",
-        Fault.CLIENT,
-        "The router refused it for a mistake of the client: JSON, fields, size, an unknown model.",
-    )
-    CLIENT_ERROR = (
-        "client_error",
-        Fault.CLIENT,
-        "An engine refused it for a mistake of the client (4xx, 501), such as a prompt that is too "
-        "long or a temperature below 0; in a stream too.",
-    )
-    CLIENT_LEFT = (
-        "client_left",
-        Fault.CLIENT,
-        "The client closed its connection before it had the whole answer.",
-    )
-    ENGINE_ERROR = (
-        "engine_error",
-        Fault.SERVICE,
-        "An engine answered 5xx or 429, or with an error in a stream.",
-    )
-    BROKEN_STREAM = (
-        "broken_stream",
-        Fault.SERVICE,
-        "An engine's connection broke in the middle of an answer.",
-    )
-    NO_ENGINE = ("no_engine", Fault.SERVICE, "No engine of some role answered: 503.")
-    NO_HANDOVER = (
-        "no_handover",
-        Fault.SERVICE,
-        "It got no ticket, and `--require-prefill` forbids decode to compute it: 503.",
-    )
-    TIMED_OUT = ("timed_out", Fault.SERVICE, "`--request-timeout` ended before the answer did.")
-    BUSY = (
-        "busy",
-        Fault.LIMIT,
-        "The router holds as much as it may, for all clients together: 503.",
-    )
-    CUT_OFF = ("cut_off", Fault.LIMIT, "The router stopped before the answer was whole.")
-
-    fault: Fault
-
-    def __new__(cls, value: str, fault: Fault, meaning: str) -> Self:
-        """Only ``value`` is the member's value."""
-        made = object.__new__(cls)
-        made._value_, made.fault, made.meaning = value, fault, meaning
-        return made
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether it failed, and not by its client."""
-        return self.fault not in (Fault.NONE, Fault.CLIENT)
 
 
 class Guess(int):
@@ -124,11 +56,183 @@ class Guess(int):
         return f"~{int(self)}"
 
 
-class Stage(Enum):
-    """The kind of engine that has the request."""
+class StepKind(Enum):
+    """What a request waits for."""
 
+    RECEIVE = "receive"
+    ROUTE = "route"
+    BORROW = "borrow"
     PREFILL = "prefill"
     DECODE = "decode"
+    STREAM = "stream"
+
+
+_ASKS = (StepKind.PREFILL, StepKind.DECODE)
+"""Steps in which an engine has the request."""
+
+Fact = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a request, by ``time.perf_counter``."""
+
+    at_s: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Event):
+    """Its body was read and found good; the request had arrived at ``arrived_s``."""
+
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Began(Event):
+    """A step has begun.
+
+    Attributes:
+        engine: that is asked, if one is.
+        facts: for its span.
+        delivery: whether the engine can have seen the request.
+    """
+
+    step: StepKind
+    engine: str | None = None
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    delivery: Delivery = field(default_factory=Delivery)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned(Event):
+    """Something for the span of a step, such as the status of an answer."""
+
+    began: Began
+    facts: Mapping[str, Fact]
+
+
+@dataclass(frozen=True, slots=True)
+class Over(Event):
+    """A step has ended; decode's with its answer.  ``error``: it was broken off by that."""
+
+    began: Began
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided(Event):
+    """Which engines to try; ``is_choice``: False where there was nothing to decide."""
+
+    decision: Decision
+    is_choice: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WentDirect(Event):
+    """Decode gets no ticket, for this reason; None: it is to get one."""
+
+    reason: Direct | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled(Event):
+    """What came of a prefix that prefill was to pull from another engine, so far."""
+
+    pull: PrefixPull
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled(Event):
+    """Prefill has answered.
+
+    Attributes:
+        engine: which.
+        has_ticket: with a ticket.
+        cached_tokens: prompt tokens that it reports as cached, if it does.
+        prompt_tokens: as it counts them, if it does.
+        has_borrowed: it had another engine's ticket for a part of the prompt.
+    """
+
+    engine: str
+    has_ticket: bool
+    cached_tokens: int | None
+    prompt_tokens: int | None
+    has_borrowed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FirstByte(Event):
+    """The answer of a decode engine has begun; ``is_good``: no other engine is asked instead."""
+
+    engine: str
+    is_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """An engine has failed the request in a role; ``is_broken``: the request may have broken it."""
+
+    engine: str
+    role: Role
+    is_broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft(Event):
+    """Its client has closed the connection: no other engine is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed(Event):
+    """An engine's answer of this status goes to the client; ``is_served``: it is decode's."""
+
+    status: int
+    is_served: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken(Event):
+    """The first bytes of a streamed answer were written to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Event):
+    """The client has its answer, or will not get one.
+
+    ``prompt_tokens``: as the answer counts them, if it does.
+    """
+
+    end: RequestEnd
+    status: int | None
+    prompt_tokens: int | None = None
+
+
+E = TypeVar("E", bound=Event)
+
+
+class Watcher(Protocol):
+    """Is shown what happens to requests, as it happens."""
+
+    def saw(self, request: RoutedRequest, event: Event) -> None:
+        """An event was appended."""
+        ...
+
+
+class Trace(Watcher, Protocol):
+    """A watcher that makes spans of events."""
+
+    def inject(self, headers: CIMultiDict[str]) -> None:
+        """Name the span of the step under way as the parent of what their receiver does."""
+        ...
+
+
+class Abandoned(Exception):
+    """The client left before another engine was asked."""
+
+
+def said(error: BaseException) -> str:
+    """An error, for a span that it ended."""
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(slots=True)
@@ -139,73 +243,31 @@ class RoutedRequest:
         request_id, headers: as engines get them.
         body: what the client sent.
         held: its bytes, as they are counted.
-        span: of the whole request.
-        stage: the kind of engine that is being asked.
-        asked_at_s: when the engine was asked, by ``time.perf_counter``.
-        delivery: whether that engine can have seen the request.
-        client_left: no other engine is asked.
+        trace: makes its spans; None where nothing is traced.
         serving: the engines that serve its model; None: all do.
         tokens: of its prompt, while prefill may pull some of them from another engine.
-        pull: what prefill pulled from another engine, or tried to.
         ticket: from prefill, while it may still be used.
-        direct: why decode gets no ticket; None while it is to get one.
-        failures: engines that failed it, and whether it may have broken them.
         refusal: the last answer of an engine that refused it, for want of a better one.
-        prefill, decode: the engines that answered, so far.
-        cached_tokens: prompt tokens that prefill reported as cached, if it does.
-        prompt_tokens: as an engine counted them; None before, and where it does not say.
-        ticket_s, first_byte_s, status, end, total_s: see ``Outcome``.
-        decision: the last one, for the log of decisions.
-        timeline: when it went from one step to the next.
+        events: what has happened to it, in order.  Only appended to, by ``note``.
+        watchers: are shown each event.
     """
 
     request_id: str
     headers: CIMultiDict[str]
     body: ParsedBody
     held: HeldBody = field(default_factory=HeldBody)
-    span: Span = NOT_TRACED
-    stage: Stage = Stage.PREFILL
-    asked_at_s: float = field(default_factory=time.perf_counter)
-    delivery: Delivery = field(default_factory=Delivery)
-    client_left: bool = False
+    trace: Trace | None = None
     serving: frozenset[str] | None = None
     tokens: Sequence[int] | None = None
-    pull: PrefixPull | None = None
     ticket: Raw | None = None
-    direct: Direct | None = None
-    failures: dict[tuple[str, Role], bool] = field(default_factory=dict)
     refusal: EngineAnswer | None = None
-    prefill: str | None = None
-    decode: str | None = None
-    cached_tokens: int | None = None
-    prompt_tokens: int | None = None
-    ticket_s: float | None = None
-    first_byte_s: float | None = None
-    status: int | None = None
-    end: RequestEnd | None = None
-    total_s: float | None = None
-    decision: Decision | None = None
-    timeline: Timeline = field(default_factory=Timeline)
+    events: list[Event] = field(default_factory=lambda: [Received(time.perf_counter())])
+    watchers: tuple[Watcher, ...] = ()
 
     def drop_body(self) -> None:
         """Its answer has begun, or it failed: an answer may take minutes, and needs no body."""
         self.body = self.body.emptied()
         self.tokens = None
-
-    def enter(self, stage: Stage) -> None:
-        """The next engine is about to be asked."""
-        self.stage = stage
-        self.delivery = Delivery()
-        self.asked_at_s = time.perf_counter()
-        self.timeline.asked.append((StepKind(stage.value), self.asked_at_s))
-
-    def has_failed_at(self, engine: str, role: Role) -> bool:
-        """Whether an engine has failed it in this role: another one is asked."""
-        return (engine, role) in self.failures
-
-    def num_broken(self, role: Role) -> int:
-        """Engines of a role that it may have broken."""
-        return sum(broken for (_, of), broken in self.failures.items() if of is role)
 
     def keep_refusal(self, answer: EngineAnswer | None) -> None:
         """Keep an answer in place of the one that was kept before."""
@@ -218,86 +280,127 @@ class RoutedRequest:
         answer, self.refusal = self.refusal, None
         return answer
 
-    def waited_s(self) -> float:
-        """Seconds since the engine was asked."""
-        return time.perf_counter() - self.asked_at_s
+    # What happens
 
-    def finish(self, end: RequestEnd, status: int | None, total_s: float) -> None:
-        """The client has its answer, or will not get one."""
-        self.end, self.status, self.total_s = end, status, total_s
-        self.timeline.ended_s = self.timeline.began_s + total_s
+    def note(self, event: Event) -> None:
+        """Append an event."""
+        self.events.append(event)
+        if self.trace is not None:
+            self.trace.saw(self, event)
+        for watcher in self.watchers:
+            watcher.saw(self, event)
+
+    def begin(self, step: StepKind, engine: str | None = None, **facts: Fact) -> Began:
+        """A step begins.
+
+        Raises:
+            Abandoned: another engine would be asked, and the client has left.
+        """
+        if step in _ASKS and self.client_left:
+            raise Abandoned
+        began = Began(step, engine, facts)
+        self.note(began)
+        return began
+
+    @contextmanager
+    def within(self, step: StepKind, engine: str | None = None, **facts: Fact) -> Iterator[Began]:
+        """Around a step, which is over with the block."""
+        began = self.begin(step, engine, **facts)
+        try:
+            yield began
+        except BaseException as error:
+            self.note(Over(began, said(error)))
+            raise
+        self.note(Over(began))
+
+    # What its events say
+
+    def last(self, kind: type[E]) -> E | None:
+        """The last event of a kind."""
+        for event in reversed(self.events):
+            if type(event) is kind:
+                return event
+        return None
+
+    @property
+    def arrived_s(self) -> float:
+        """When it arrived, by ``time.perf_counter``."""
+        return _arrived_s(self.events)
+
+    @property
+    def asked(self) -> Began | None:
+        """The engine that was asked last."""
+        for event in reversed(self.events):
+            if type(event) is Began and event.step in _ASKS:
+                return event
+        return None
+
+    def waited_s(self) -> float:
+        """Seconds since that engine was asked."""
+        asked = self.asked
+        return 0.0 if asked is None else time.perf_counter() - asked.at_s
+
+    @property
+    def client_left(self) -> bool:
+        """Whether no other engine is asked, since nobody reads the answer."""
+        return self.last(ClientLeft) is not None
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last one."""
+        decided = self.last(Decided)
+        return None if decided is None else decided.decision
+
+    @property
+    def direct(self) -> Direct | None:
+        """Why decode gets no ticket; None while it is to get one."""
+        direct = self.last(WentDirect)
+        return None if direct is None else direct.reason
+
+    @property
+    def pull(self) -> PrefixPull | None:
+        """What prefill pulled from another engine, or tried to."""
+        pulled = self.last(Pulled)
+        return None if pulled is None else pulled.pull
+
+    def has_failed_at(self, engine: str, role: Role) -> bool:
+        """Whether an engine has failed it in this role: another one is asked."""
+        return any(one.engine == engine and one.role is role for one in self._failures())
+
+    def num_broken(self, role: Role) -> int:
+        """Engines of a role that it may have broken."""
+        broken = {one.engine: one.is_broken for one in self._failures() if one.role is role}
+        return sum(broken.values())
+
+    def _failures(self) -> Iterator[Failed]:
+        return (event for event in self.events if type(event) is Failed)
 
     def outcome(self) -> Outcome:
         """How the request ended, as far as it has."""
-        borrowed_s = None if self.pull is None else self.pull.took_s
-        answered = Answered(self.prefill is not None, borrowed_s, self.first_byte_s)
-        return Outcome(
-            self.status,
-            self.prefill,
-            self.decode,
-            self.cached_tokens,
-            self.ticket_s,
-            self.first_byte_s,
-            self.end,
-            self.total_s,
-            self.pull,
-            self.timeline.steps(answered),
-            self.prompt_tokens,
-        )
+        return outcome_of(self.events)
 
     @property
     def counted_tokens(self) -> int | Guess | None:
         """Tokens of its prompt as an engine counted them, else as the router did."""
-        if self.prompt_tokens is not None or self.decision is None:
-            return self.prompt_tokens
-        decision = self.decision
+        counted, decision = self.outcome().prompt_tokens, self.decision
+        if counted is not None or decision is None:
+            return counted
         return Guess(decision.num_tokens) if decision.is_guess else decision.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """What the policy decided for a request, and what it knew.
+class Step:
+    """One step, in seconds from the request's arrival.
 
     Attributes:
-        at: seconds since the epoch.
-        policy: its name.
-        num_tokens: of the prompt.
-        is_guess: that is an estimate, as the prompt was not tokenized.
-        ranking: the engines to try.
-        lookup: the hits of its prefix; None without a lookup.
-        unknown: why there was no lookup.
-        took_s: time that the decision took, tokenizing included.
+        end_s: None while it is under way.
+        failed: the engine that was asked has not answered.
     """
 
-    request_id: str
-    at: float
-    policy: str
-    num_tokens: int
-    ranking: Ranking
-    lookup: PrefixLookup | None = None
-    unknown: str | None = None
-    took_s: float = 0.0
-    is_guess: bool = False
-
-    @property
-    def num_hashes(self) -> int:
-        """Block hashes that the lookup keeps."""
-        prompts = () if self.lookup is None else self.lookup.prompts.values()
-        return sum(len(prompt.hashes) for prompt in prompts)
-
-    def hit_tokens(self, engine: str | None) -> int:
-        """Predicted hit in an engine's prefix cache."""
-        best = None if self.lookup is None else self.lookup.best(engine)
-        return 0 if best is None else best.hit.tokens
-
-    def promised_tokens(self, prefill: str) -> int:
-        """What ``prefill`` should report as cached; 0 where it chose among unequal ranks."""
-        ranks = () if self.lookup is None else self.lookup.ranks.get(prefill, ())
-        named = [
-            one.candidate.rank for one in self.ranking.prefill if one.candidate.engine == prefill
-        ]
-        asked = [rank for rank in ranks if len(ranks) == 1 or rank.rank in named]
-        return asked[0].hit.tokens if asked else 0
+    kind: StepKind
+    start_s: float
+    end_s: float | None
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +431,81 @@ class Outcome:
     pull: PrefixPull | None = None
     steps: tuple[Step, ...] = ()
     prompt_tokens: int | None = None
+
+
+def outcome_of(events: Sequence[Event]) -> Outcome:
+    """How a request ended, as far as it has, by its events."""
+    asked_s, known = 0.0, dict[str, Any]()
+    for event in events:
+        match event:
+            case Began(step=step) if step in _ASKS:
+                asked_s = event.at_s
+            case Pulled(pull=pull):
+                known["pull"] = pull
+            case Prefilled():
+                known |= {"prefill": event.engine, "cached_tokens": event.cached_tokens}
+                known |= {"prompt_tokens": event.prompt_tokens}
+                known |= {"ticket_s": event.at_s - asked_s if event.has_ticket else None}
+            case WentDirect(reason=Direct.TICKET_SPENT):
+                known["ticket_s"] = None
+            case FirstByte(engine=engine):
+                known |= {"decode": engine, "first_byte_s": event.at_s - asked_s}
+            case Passed(status=status) if "end" not in known:
+                known["status"] = status
+            case Ended():
+                known |= {"end": event.end, "status": event.status}
+                known["total_s"] = event.at_s - _arrived_s(events)
+                if event.prompt_tokens is not None:
+                    known["prompt_tokens"] = event.prompt_tokens
+    return Outcome(**known, steps=steps_of(events))
+
+
+def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
+    """The steps so far, in their order; the last one has no end while it is under way.
+
+    An engine that failed has a step of its own, and the next one asked begins where it ends.
+    """
+    asked: list[Began] = []
+    answered_s, borrowed_s = dict[int, float](), dict[int, float]()  # by the number of those asked
+    ended_s: float | None = None
+    for event in events:
+        match event:
+            case Began() if event.step in _ASKS:
+                asked.append(event)
+            case Prefilled() | FirstByte():
+                answered_s[len(asked) - 1] = event.at_s
+            case Pulled():
+                borrowed_s.setdefault(len(asked) - 1, event.at_s)
+            case Ended():
+                ended_s = event.at_s
+    arrived_s = _arrived_s(events)
+
+    def step(kind: StepKind, start_s: float, end_s: float | None, failed: bool = False) -> Step:
+        return Step(kind, start_s - arrived_s, None if end_s is None else end_s - arrived_s, failed)
+
+    received_s = events[0].at_s
+    made = [
+        step(StepKind.RECEIVE, arrived_s, received_s),
+        step(StepKind.ROUTE, received_s, asked[0].at_s if asked else ended_s),
+    ]
+    last = {one.step: number for number, one in enumerate(asked)}
+    for number, one in enumerate(asked):
+        is_good = number == last[one.step] and number in answered_s
+        start_s, end_s = one.at_s, asked[number + 1].at_s if one is not asked[-1] else ended_s
+        if one.step is StepKind.DECODE and is_good:
+            end_s = answered_s[number]
+        elif number in borrowed_s:
+            start_s = borrowed_s[number]
+            made.append(step(StepKind.BORROW, one.at_s, start_s))
+        made.append(step(one.step, start_s, end_s, end_s is not None and not is_good))
+    if asked and asked[-1].step is StepKind.DECODE and len(asked) - 1 in answered_s:
+        made.append(step(StepKind.STREAM, answered_s[len(asked) - 1], ended_s))
+    return tuple(made)
+
+
+def _arrived_s(events: Sequence[Event]) -> float:
+    (first, *_) = events
+    return first.arrived_s if isinstance(first, Received) else first.at_s
 
 
 PENDING = Outcome()

@@ -19,6 +19,17 @@ from typing import Self
 
 from multidict import CIMultiDict
 
+from pdconn.router.routing.routed_request import (
+    Began,
+    Decided,
+    Event,
+    FirstByte,
+    Learned,
+    Over,
+    RoutedRequest,
+    StepKind,
+)
+
 Value = str | int | float | bool
 
 
@@ -33,7 +44,7 @@ class Span:
         return self
 
     def inject(self, headers: CIMultiDict[str]) -> None:
-        """Name this span as the parent of what these headers' receiver does."""
+        """Name this span as the parent of what their receiver does."""
 
     def note(self, **attributes: Value | None) -> None:
         """Add what is known by now; None is left out."""
@@ -42,7 +53,7 @@ class Span:
         """Mark it as failed."""
 
     def end(self) -> None:
-        """It is over; a second call has no effect."""
+        """Close the span.  Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +65,50 @@ class Span:
 
 
 NOT_TRACED = Span()
+
+
+class RequestSpans:
+    """Makes the spans of a routed request of its events."""
+
+    def __init__(self, root: Span) -> None:
+        self._root = root
+        self._open: dict[Began, Span] = {}  # by what began it; the innermost is the last
+
+    @property
+    def _innermost(self) -> Span:
+        return next(reversed(self._open.values()), self._root)
+
+    def inject(self, headers: CIMultiDict[str]) -> None:
+        """Name the span of the step under way as the parent of what their receiver does."""
+        self._innermost.inject(headers)
+
+    def saw(self, request: RoutedRequest, event: Event) -> None:
+        """Begin, note or end a span."""
+        match event:
+            case Began(step=step, engine=engine, facts=facts):
+                # What is borrowed is a part of prefill; an answer that was refused is still open.
+                above = self._innermost if step is StepKind.BORROW else self._root
+                asks = {} if engine is None else {"engine": engine}
+                name = "prefix" if step is StepKind.BORROW else step.value
+                self._open[event] = above.child(name, **asks, **facts)
+            case Learned(began=began, facts=facts):
+                self._open[began].note(**facts)
+            case Decided(decision=decision, is_choice=True):
+                self._innermost.note(
+                    policy=decision.policy,
+                    prompt_tokens=decision.num_tokens,
+                    alone=decision.ranking.alone,
+                    without_lookup=decision.unknown,
+                )
+            case FirstByte():
+                asked = request.asked
+                assert asked is not None  # it answers
+                self._open[asked].note(first_byte_seconds=event.at_s - asked.at_s)
+            case Over(began=began, error=error):
+                span = self._open.pop(began)
+                if error is not None:
+                    span.fail(error)
+                span.end()
 
 
 class Tracing:

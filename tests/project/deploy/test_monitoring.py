@@ -69,9 +69,9 @@ def test_what_is_not_promql_is_refused(expression: str) -> None:
 
 
 def test_values_of_labels_that_alerts_match_are_values_of_the_code() -> None:
+    from pdconn.router.labels import RequestEnd
     from pdconn.router.openai.requests import Direct
     from pdconn.router.routing.policy import Role
-    from pdconn.router.routing.routed_request import RequestEnd
 
     known = {
         "role": {one.value for one in Role},
@@ -89,7 +89,7 @@ def test_values_of_labels_that_alerts_match_are_values_of_the_code() -> None:
 
 
 def test_the_alert_of_failing_requests_counts_the_outcomes_that_are_the_services_fault() -> None:
-    from pdconn.router.routing.routed_request import Fault, RequestEnd
+    from pdconn.router.labels import Fault, RequestEnd
 
     counted, left_out = re.findall(r'outcome[=!]~"([^"]*)"', rules()["PdconnRequestsFail"])
     by_fault = {fault: {one.value for one in RequestEnd if one.fault is fault} for fault in Fault}

@@ -208,7 +208,7 @@ def router_metrics() -> str:
 
 def router_outcomes() -> str:
     """Every outcome of a client's request, and whose failure it is."""
-    from pdconn.router.routing.routed_request import RequestEnd
+    from pdconn.router.labels import RequestEnd
 
     rows = ((f"`{one.value}`", one.fault.value, one.meaning) for one in RequestEnd)
     return _table(("`outcome`", "fault", "meaning"), rows)
@@ -216,8 +216,8 @@ def router_outcomes() -> str:
 
 def router_label_values() -> str:
     """Every value of every other label that comes from the code."""
+    from pdconn.router.labels import RequestEnd
     from pdconn.router.metric_table import METRICS
-    from pdconn.router.routing.routed_request import RequestEnd
 
     rows = [
         (f"`{row.name}`", f'`{label}="{one.value}"`', one.meaning)

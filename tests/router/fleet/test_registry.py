@@ -90,7 +90,7 @@ def test_an_unknown_engine_cannot_be_down():
 @asynccontextmanager
 async def health_of(engines: EngineRegistry):
     upstream, metrics = EngineClient(20.0), RouterMetrics(engines)
-    health = Health(engines, upstream, metrics)
+    health = Health(engines, upstream, metrics.engine_up)
     try:
         yield health, metrics
     finally:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.router.handover.ending import end_of
+from pdconn.router.labels import Fault, RequestEnd
 from pdconn.router.openai.answers import MOST_NBYTES, AnswerReader
-from pdconn.router.routing.routed_request import Fault, RequestEnd
 
 SSE = {"Content-Type": "text/event-stream; charset=utf-8"}
 JSON = {"Content-Type": "application/json"}

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pdconn.router.labels import RequestEnd
 from pdconn.router.metric_table import METRICS
 from pdconn.router.openai.requests import Direct
-from pdconn.router.routing.routed_request import RequestEnd
 from pdconn.router.server import Limits
 from tests.fakes.deployment import Deployment, deployment, leave
 from tests.fakes.event_loop import in_loop, until

@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
@@ -16,13 +15,28 @@ from pdconn.router.admin.history import MOST_NAMES, MOST_SAMPLES, History, _quan
 from pdconn.router.exposition import render
 from pdconn.router.fleet.metrics import Load
 from pdconn.router.fleet.pull_counts import RecentPulls
-from pdconn.router.latency import MOST_KEPT, RequestTimes
-from pdconn.router.openai.requests import Route
-from pdconn.router.routing.routed_request import Outcome, RequestEnd
-from pdconn.router.routing.timeline import Answered, StepKind, Timeline
+from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.labels import RequestEnd
+from pdconn.router.metrics import MOST_KEPT, RouterMetrics
+from pdconn.router.openai.requests import Direct, Route
+from pdconn.router.pulls.pull import PrefixPull
+from pdconn.router.routing.routed_request import (
+    Began,
+    Ended,
+    Event,
+    FirstByte,
+    Outcome,
+    Passed,
+    Prefilled,
+    Pulled,
+    Received,
+    StepKind,
+    WentDirect,
+    outcome_of,
+    steps_of,
+)
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
-from tests.fakes.fake_engine import reset
 
 PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
 OK = Outcome(end=RequestEnd.OK, total_s=0.25, decode="d", ticket_s=0.1)
@@ -31,7 +45,7 @@ BROKEN = Outcome(end=RequestEnd.BROKEN_STREAM, total_s=0.25, decode="d", ticket_
 LEFT = Outcome(end=RequestEnd.CLIENT_LEFT, total_s=0.25)
 
 
-def history(names: list[str], load: Load | None = None) -> tuple[History, RequestTimes, Any]:
+def history(names: list[str], load: Load | None = None) -> tuple[History, RouterMetrics, Any]:
     """Samples of engines that do not exist, at times 0, 1, 2 and so on."""
     loads = dict.fromkeys(names, load) if load else {}
     router: Any = SimpleNamespace(
@@ -40,7 +54,7 @@ def history(names: list[str], load: Load | None = None) -> tuple[History, Reques
         inflight=SimpleNamespace(at=lambda name: (1, 0)),
         caches=SimpleNamespace(feeds=dict.fromkeys(names), index=SimpleNamespace(pods={})),
     )
-    times = RequestTimes(CollectorRegistry())
+    times = RouterMetrics(EngineRegistry())
     clock = iter(range(10**9))
     return History(router, times, lambda: float(next(clock)), interval_s=2.0), times, router
 
@@ -51,7 +65,7 @@ def history(names: list[str], load: Load | None = None) -> tuple[History, Reques
 def test_rates_are_of_the_last_ten_seconds_and_shares_of_the_last_thirty():
     made, times, _ = history(["p"])
     for outcome in (OK, OK, OK, ALONE, BROKEN, LEFT):
-        times.ended(Route.COMPLETIONS, outcome)
+        times.routed_request_ended(Route.COMPLETIONS, outcome)
     first = made.take()
     # six in one interval of two seconds; of the five that decode answered, four with a ticket
     assert (first.requests_per_s, first.failed_per_s, first.handed_over) == (3.0, 0.5, 4 / 5)
@@ -149,14 +163,31 @@ def test_no_series_tells_when_a_counter_was_made():
 # Steps
 
 
-def steps(timeline: Timeline, **answered: Any) -> list[tuple[str, float, float | None, bool]]:
-    found = timeline.steps(Answered(**answered))
+def asked(step: StepKind, at_s: float) -> Event:
+    return Began(step, at_s=at_s)
+
+
+def prefilled(at_s: float) -> Event:
+    return Prefilled("p", True, None, None, False, at_s=at_s)
+
+
+def first_byte(at_s: float) -> Event:
+    return FirstByte("d", True, at_s=at_s)
+
+
+def ended(at_s: float) -> Event:
+    return Ended(RequestEnd.OK, 200, at_s=at_s)
+
+
+def steps(arrived_s: float, received_s: float, *events: Event) -> list[tuple[Any, ...]]:
+    found = steps_of([Received(arrived_s, at_s=received_s), *events])
     return [(one.kind.value, one.start_s, one.end_s, one.failed) for one in found]
 
 
 def test_steps_follow_each_other_from_arrival_to_the_last_byte():
-    timeline = Timeline(10.0, 11.0, [(PREFILL, 12.0), (DECODE, 16.0)], 20.0)
-    assert steps(timeline, prefilled=True, borrowed_s=1.5, first_byte_s=1.0) == [
+    pull = Pulled(PrefixPull("h", 64, 64, 1.5), at_s=13.5)
+    asks = asked(PREFILL, 12.0), pull, prefilled(16.0), asked(DECODE, 16.0), first_byte(17.0)
+    assert steps(10.0, 11.0, *asks, ended(20.0)) == [
         ("receive", 0.0, 1.0, False),
         ("route", 1.0, 2.0, False),
         ("borrow", 2.0, 3.5, False),
@@ -167,58 +198,64 @@ def test_steps_follow_each_other_from_arrival_to_the_last_byte():
 
 
 def test_an_engine_that_did_not_answer_has_a_failed_step():
-    timeline = Timeline(
-        0.0, 0.0, [(PREFILL, 1.0), (PREFILL, 2.0), (DECODE, 3.0), (DECODE, 4.0)], 9.0
+    asks = (
+        *(asked(PREFILL, 1.0), asked(PREFILL, 2.0), prefilled(3.0)),
+        *(asked(DECODE, 3.0), asked(DECODE, 4.0), first_byte(5.0)),
     )
-    failed = [failed for _, _, _, failed in steps(timeline, prefilled=True, first_byte_s=1.0)]
+    failed = [failed for _, _, _, failed in steps(0.0, 0.0, *asks, ended(9.0))]
     assert failed == [False, False, True, False, True, False, False]
-    nobody = steps(Timeline(0.0, 0.0, [(PREFILL, 1.0)], 2.0))
+    nobody = steps(0.0, 0.0, asked(PREFILL, 1.0), ended(2.0))
     assert nobody[-1] == ("prefill", 1.0, 2.0, True)
 
 
+def test_an_engine_that_fails_after_one_that_refused_has_not_answered():
+    """The answer of the first was read as the second's: decode and stream, and none failed."""
+    refused = FirstByte("d", False, at_s=2.5)
+    found = steps(0.0, 0.0, asked(DECODE, 2.0), refused, asked(DECODE, 3.0), ended(4.0))
+    assert found[2:] == [("decode", 2.0, 3.0, True), ("decode", 3.0, 4.0, True)]
+
+
 def test_what_is_under_way_has_no_end_and_has_not_failed():
-    assert steps(Timeline(0.0, 1.0))[-1] == ("route", 1.0, None, False)
-    assert steps(Timeline(0.0, 1.0, [(PREFILL, 2.0)]))[-1] == ("prefill", 2.0, None, False)
-    streaming = Timeline(0.0, 1.0, [(PREFILL, 2.0), (DECODE, 3.0)])
-    assert steps(streaming, prefilled=True, first_byte_s=0.5)[-1] == ("stream", 3.5, None, False)
+    assert steps(0.0, 1.0)[-1] == ("route", 1.0, None, False)
+    assert steps(0.0, 1.0, asked(PREFILL, 2.0))[-1] == ("prefill", 2.0, None, False)
+    asks = asked(PREFILL, 2.0), prefilled(3.0), asked(DECODE, 3.0), first_byte(3.5)
+    assert steps(0.0, 1.0, *asks)[-1] == ("stream", 3.5, None, False)
 
 
 @given(
     st.lists(st.floats(1, 9), min_size=1, max_size=4),
     st.lists(st.floats(1, 9), min_size=1, max_size=4),
-    st.none() | st.floats(0, 20),
+    st.none() | st.floats(0, 1),
     st.floats(0, 1),
 )
 def test_steps_leave_no_gap_whatever_is_tried_again(prefills, decodes, borrowed_s, first_byte_s):
     moments = list(accumulate([3.0, *prefills, *decodes]))
     kinds = [PREFILL] * len(prefills) + [DECODE] * len(decodes)
-    timeline = Timeline(1.0, 2.0, list(zip(kinds, moments[:-1], strict=True)), moments[-1])
-    found = timeline.steps(Answered(True, borrowed_s, first_byte_s))
+    events = [asked(kind, at_s) for kind, at_s in zip(kinds, moments[:-1], strict=True)]
+    answered = [prefilled(moments[len(prefills)])]
+    if borrowed_s is not None:
+        pull = PrefixPull("h", 64, 64, borrowed_s)
+        answered.insert(0, Pulled(pull, at_s=moments[len(prefills) - 1] + borrowed_s))
+    events[len(prefills) : len(prefills)] = answered
+    found = steps_of(
+        [
+            Received(1.0, at_s=2.0),
+            *events,
+            first_byte(moments[-2] + first_byte_s),
+            ended(moments[-1]),
+        ]
+    )
     assert all(one.end_s == following.start_s for one, following in pairwise(found))
     assert (found[0].start_s, found[-1].end_s) == (0.0, moments[-1] - 1.0)
     assert sum(one.failed for one in found) == len(prefills) + len(decodes) - 2
 
 
-@pytest.mark.parametrize("dies", [False, True])
-@in_loop
-async def test_the_page_gets_the_steps_of_a_request_that_add_up_to_its_time(dies):
-    async with deployment(num_decode=2) as d:
-        if dies:
-            d.decode[0].script = reset
-        for _ in range(2):  # round robin: one of them meets the engine that dies
-            assert (await d.complete()).status == 200
-        newest = [one for one in await _decisions(d) if one["total_ms"] is not None]
-        assert len(newest) == 2
-        for one in newest:
-            names = [step["step"] for step in one["steps"] if not step["failed"]]
-            assert names == ["receive", "route", "prefill", "decode", "stream"]
-            assert one["steps"][-1]["end_ms"] == pytest.approx(one["total_ms"], abs=0.002)
-            edges = [(a["end_ms"], b["start_ms"]) for a, b in pairwise(one["steps"])]
-            assert all(end == pytest.approx(start, abs=0.002) for end, start in edges)
-        failed = [step for one in newest for step in one["steps"] if step["failed"]]
-        assert [step["step"] for step in failed] == (["decode"] if dies else [])
-
-
-async def _decisions(d: Any) -> list[dict[str, Any]]:
-    await until(lambda: not len(d.proxy.router.inflight))
-    return json.loads((await d.send("/debug/state", method="GET")).body)["decisions"]
+def test_a_spent_ticket_was_none():
+    """And what a later event says does not change what an earlier one said."""
+    asks = [Received(0.0, at_s=1.0), asked(PREFILL, 2.0), prefilled(3.0), asked(DECODE, 4.0)]
+    assert outcome_of(asks).ticket_s == 1.0
+    spent = outcome_of([*asks, WentDirect(Direct.TICKET_SPENT), first_byte(6.0), ended(9.0)])
+    assert (spent.ticket_s, spent.prefill) == (None, "p")
+    assert (spent.decode, spent.first_byte_s, spent.total_s) == ("d", 2.0, 9.0)
+    late = outcome_of([*asks, Ended(RequestEnd.CLIENT_LEFT, None, at_s=5.0), Passed(200)])
+    assert (late.status, late.end) == (None, RequestEnd.CLIENT_LEFT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,8 +49,7 @@ class Holding:
 
 
 def made(holding: Holding, planner: PullPlanner | None = None) -> PrefixPulls:
-    metrics = SimpleNamespace(prefix_pulled=lambda pull: None)
-    parts: Any = (holding, None, metrics, holding)
+    parts: Any = (holding, None, holding)
     return PrefixPulls(planner or PullPlanner.of(1), *parts)
 
 

@@ -9,8 +9,8 @@ from pdconn.router.events.caches import PrefixLookup, RankHit
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Hit, Prompt
 from pdconn.router.routing.inflight import InflightTracker
-from pdconn.router.routing.policy import Candidate, Ranking, ScoredCandidate
-from pdconn.router.routing.routed_request import PENDING, Decision, DecisionLog, Outcome
+from pdconn.router.routing.policy import Candidate, Decision, Ranking, ScoredCandidate
+from pdconn.router.routing.routed_request import PENDING, DecisionLog, Outcome
 
 CBOR = HashScheme("sha256_cbor", 16)
 

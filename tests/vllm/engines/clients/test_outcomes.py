@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from pdconn.router.routing.routed_request import Fault, RequestEnd
+from pdconn.router.labels import Fault, RequestEnd
 from pdconn.tools.lab.proxy import admin_url
 from tests.vllm.engines.engines import PdPair
 
