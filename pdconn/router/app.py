@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from aiohttp import HttpVersion11, web
@@ -14,13 +14,16 @@ from multidict import CIMultiDict
 
 from pdconn.router.access.cors import allowing
 from pdconn.router.access.keys import ApiKeys, EngineKey, requiring
-from pdconn.router.access.log import Served, current, logging_access
-from pdconn.router.access.refusals import refusing
+from pdconn.router.access.middlewares import (
+    Served,
+    checking_heads,
+    current,
+    logging_access,
+    refusing,
+)
 from pdconn.router.admin.probes import Probes
-from pdconn.router.admission.bodies import BodyReader
-from pdconn.router.admission.budget import HeldBody
 from pdconn.router.admission.connections import ClientAdmission
-from pdconn.router.admission.heads import checking_heads
+from pdconn.router.admission.places import BodyReader, HeldBody
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import (
     Busy,
@@ -31,19 +34,26 @@ from pdconn.router.errors import (
 from pdconn.router.fleet.client import (
     EngineAnswer,
 )
-from pdconn.router.handover.ending import end_of
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.listing import ListedModels, Listing
 from pdconn.router.handover.passing import Passing, PassThrough
 from pdconn.router.handover.stream import ENGINE_HEADER, StreamEnd, relay
+from pdconn.router.handover.tries import end_of
 from pdconn.router.labels import RequestEnd
-from pdconn.router.openai.answers import AnswerReader
+from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.forms import check_form
-from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
 from pdconn.router.openai.passed import PASSED, Asks, PassedRoute
-from pdconn.router.openai.requests import Route, checked_fields, parse_body
+from pdconn.router.openai.requests import (
+    KEY_HEADER,
+    REQUEST_ID_HEADER,
+    Route,
+    asking,
+    checked_fields,
+    from_client,
+    parse_body,
+    text,
+)
 from pdconn.router.routing.routed_request import Event, FirstToken, Received, RoutedRequest
-from pdconn.router.routing.tokenize import asking, text
 from pdconn.router.tracing.spans import NOT_TRACED, RequestSpans, Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
 
@@ -71,6 +81,23 @@ _ENDS = {
 }
 
 
+class _InFlight:
+    """Requests that an engine answers, or is to answer."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.is_draining = False
+
+    def count(self, step: int) -> None:
+        self.number += step
+        if self.number == 0:
+            self.idle.set()
+        else:
+            self.idle.clear()
+
+
 class RouterApp:
     """Answers clients."""
 
@@ -83,7 +110,7 @@ class RouterApp:
         keys: ApiKeys | None,
         *,
         engine_key: EngineKey,
-        tracing: Tracing,
+        tracing: Tracing | None,
     ) -> None:
         self._tracing = tracing
         self._handover = handover
@@ -91,19 +118,13 @@ class RouterApp:
         self._listed = ListedModels(handover)
         self._probes = probes
         self._bodies = bodies
-        self._xargs: Collection[str] = config.admission.xargs
         self._busy_log = QuietLog(log)
         self._config = config
+        self._passes_authorization = config.listen.passes_authorization
         self._keys = keys
         self._engine_key = engine_key
-        self._engines = handover.engines
-        self._health = handover.tries.health
-        self._metrics = handover.metrics
-        self._num_inflight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
-        self._metrics.show("inflight_requests", lambda: self._num_inflight)
+        self._inflight = _InFlight()
+        handover.metrics.show("inflight_requests", lambda: self._inflight.number)
 
     @property
     def admission(self) -> ClientAdmission:
@@ -144,10 +165,10 @@ class RouterApp:
 
     async def drain(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` until no request is left that an engine answers."""
-        self._draining = True
+        self._inflight.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._inflight.idle.wait()
 
     def _counting(
         self, path: str, answer: Callable[[web.Request], Awaitable[_Answered]]
@@ -157,10 +178,11 @@ class RouterApp:
         async def handle(http: web.Request) -> web.StreamResponse:
             end, status = RequestEnd.REFUSED, None
             served = current()
-            served.span = self._tracing.begin(
-                f"{http.method} {path}", http.headers, method=http.method, route=path
-            )
-            self._count_inflight(1)
+            if self._tracing is not None:
+                served.span = self._tracing.begin(
+                    f"{http.method} {path}", http.headers, method=http.method, route=path
+                )
+            self._inflight.count(1)
             try:
                 response, end = await self._admitted(http, answer)
                 status = response.status
@@ -178,25 +200,19 @@ class RouterApp:
                 log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except asyncio.CancelledError:
-                end = RequestEnd.CUT_OFF if self._draining else RequestEnd.CLIENT_LEFT
+                end = RequestEnd.CUT_OFF if self._inflight.is_draining else RequestEnd.CLIENT_LEFT
                 if served.answer is not None and served.answer.is_whole:
                     end = self._whole(served, served.answer)  # the client has everything
                 raise
             finally:
-                self._count_inflight(-1)
-                self._metrics.request_ended(path, end)
+                self._inflight.count(-1)
+                self._handover.metrics.request_ended(path, end)
                 served.end = end
-                _end_span(served, status)
+                if served.span is not NOT_TRACED:
+                    _end_span(served, status)
             return response
 
         return handle
-
-    def _count_inflight(self, step: int) -> None:
-        self._num_inflight += step
-        if self._num_inflight == 0:
-            self._idle.set()
-        else:
-            self._idle.clear()
 
     async def _admitted(
         self, http: web.Request, answer: Callable[[web.Request], Awaitable[_Answered]]
@@ -244,7 +260,7 @@ class RouterApp:
         )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
-            self._health.suspect(answer.engine, why, request_id)
+            self._handover.tries.health.suspect(answer.engine, why, request_id)
             log.error("pdconn: stream broken engine=%s request=%s", answer.engine, request_id)
         return response, _ENDS.get(end) or self._whole(served, reader)
 
@@ -257,14 +273,14 @@ class RouterApp:
         return end_of(
             answer,
             generates=served.routed is not None,
-            is_clients_key=self._config.listen.passes_authorization,
+            is_clients_key=self._passes_authorization,
         )
 
     async def _answer(self, route: Route, http: web.Request) -> _Answered:
         """Of a generating route; the body is held until the answer begins."""
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
-            body = parse_body(route, await self._bodies.read(http, held), self._xargs)
+            body = parse_body(route, await self._bodies.read(http, held), self._bodies.xargs)
             served = current()
             trace = None if served.span is NOT_TRACED else RequestSpans(served.span)
             events: list[Event] = [Received(served.began_s)]
@@ -290,7 +306,7 @@ class RouterApp:
                 headers["Content-Type"] = http.headers.get("Content-Type", "")
                 model = partial(_same, check_form(headers["Content-Type"], raw))
             else:
-                fields = checked_fields(raw, self._xargs) if raw else {}
+                fields = checked_fields(raw, self._bodies.xargs) if raw else {}
                 model = partial(text, fields.get("model"))
             serving = None
             if route.asks is not Asks.HOLDER:
@@ -315,7 +331,7 @@ class RouterApp:
         """The request's id, the client's if it sent one, and the headers for engines."""
         headers = from_client(http.headers)
         request_id = current().request_id = headers[REQUEST_ID_HEADER]
-        if not self._config.listen.passes_authorization:
+        if not self._passes_authorization:
             headers.popall("Authorization", None)
             headers.popall(KEY_HEADER, None)
             if (authorization := self._engine_key.authorization()) is not None:

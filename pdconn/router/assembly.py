@@ -6,7 +6,7 @@ from pdconn.router.access.keys import EngineKey
 from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.fleet.client import EngineClient
-from pdconn.router.fleet.loads import KvUsage, LoadPoller
+from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
@@ -74,9 +74,8 @@ def make_router(
         policy,
         _caches(config),
         _tokeniser(engines, client, config, limits, engine_key),
-        LoadPoller(engines, client),
+        LoadPoller(engines, client, lease_s=config.times.lease_s),
         decodes_alone=config.engines.decodes_alone,
-        usage=KvUsage(config.times.lease_s),
         pulls=None if config.routing.pull_above is None else planner,
     )
 

@@ -18,10 +18,10 @@ from typing import Any, Self, get_type_hints
 
 from pdconn.router.access.cors import check_origin
 from pdconn.router.access.tls import ServerTls
-from pdconn.router.admission import budget, listener, queue
+from pdconn.router.admission import listener, places
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet import health, loads
-from pdconn.router.fleet.member import engine_name
+from pdconn.router.fleet.member import Role, engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
 from pdconn.router.options import (
@@ -38,7 +38,7 @@ from pdconn.router.options import (
 from pdconn.router.prefix.hashing import ALGORITHMS, BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing import tokenize
-from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
+from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware
 from pdconn.router.tracing.spans import Tracing
 
 ADMIN_ABOVE = 1000
@@ -412,13 +412,13 @@ class AdmissionSettings(Checked):
         64.0, "MIB", says="answer longer request bodies with 413", parse=float
     )
     max_bodies_mib: float = option(
-        budget.MAX_NBYTES / _MIB,
+        places.MAX_NBYTES / _MIB,
         "MIB",
         says="answer 503 while all request bodies together would be longer",
         parse=float,
     )
     max_requests: int = option(
-        queue.MAX_REQUESTS,
+        places.MAX_REQUESTS,
         "N",
         number(1),
         "serve this many requests at a time; more wait, or get 503",
@@ -428,7 +428,7 @@ class AdmissionSettings(Checked):
         0, "N", number(), "of the requests above --max-requests, let this many wait", parse=int
     )
     queue_timeout_s: float = option(
-        queue.WAIT_S,
+        places.WAIT_S,
         "SECONDS",
         seconds(),
         "answer 503 to a request that has waited this long",
@@ -485,14 +485,14 @@ class TraceSettings(Checked):
         unset="no traces",
     )
 
-    def make_tracing(self) -> Tracing:
-        """Where the traces of requests go; nowhere without an endpoint.
+    def make_tracing(self) -> Tracing | None:
+        """Where the traces of requests go; None without an endpoint.
 
         Raises:
             BadSetting: OpenTelemetry is not installed.
         """
         if self.otlp_traces_endpoint is None:
-            return Tracing()
+            return None
         try:
             from pdconn.router.tracing.otel import OtelTracing
 

@@ -88,14 +88,12 @@ class RequestEnd(LabelValue):
     CUT_OFF = ("cut_off", Fault.LIMIT, "The router stopped before the answer was whole.")
 
     fault: Fault
+    is_failure: bool
+    """Whether it failed, and not by its client."""
 
     def __new__(cls, value: str, fault: Fault, meaning: str) -> Self:
         """Only ``value`` is the member's value."""
         made = object.__new__(cls)
         made._value_, made.fault, made.meaning = value, fault, meaning
+        made.is_failure = fault not in (Fault.NONE, Fault.CLIENT)
         return made
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether it failed, and not by its client."""
-        return self.fault not in (Fault.NONE, Fault.CLIENT)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -28,12 +28,13 @@ from pdconn.router.admission.connections import Dropped
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.exposition import add_process, render
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.labels import RequestEnd
 from pdconn.router.metric_table import METRICS, DecisionKind, ReportedTokens, TicketEnd
 from pdconn.router.openai.requests import Route
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
-from pdconn.router.routing.policy import Decision, Role
+from pdconn.router.routing.policy import Decision
 from pdconn.router.routing.routed_request import (
     Decided,
     Ended,
@@ -73,6 +74,10 @@ class Moment:
 
 class RouterMetrics:
     """One router's counters."""
+
+    kinds: ClassVar[frozenset[type[Event]]] = frozenset(
+        (Decided, Prefilled, FirstByte, Passed, Pulled, FirstToken, Ended)
+    )
 
     def __init__(self, engines: EngineRegistry) -> None:
         self.registry = CollectorRegistry()

@@ -28,12 +28,10 @@ from pdconn.router.access.tls import ServerTls
 from pdconn.router.admin.app import AdminApp
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.probes import Probes
-from pdconn.router.admission.bodies import BodyReader
-from pdconn.router.admission.budget import BodyBudget
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits_of_process
 from pdconn.router.admission.log import ServerLog
-from pdconn.router.admission.queue import AdmissionQueue
+from pdconn.router.admission.places import AdmissionQueue, BodyBudget, BodyReader
 from pdconn.router.app import RouterApp
 from pdconn.router.assembly import make_handover, make_router
 from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
@@ -43,6 +41,7 @@ from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.fleet.warm_up import FleetWarmUp
@@ -54,7 +53,7 @@ from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.policy import Policy, Role
+from pdconn.router.routing.policy import Policy
 from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
@@ -204,7 +203,8 @@ async def _services(
         await feeds.close()
         await health.close()
         await client.close()
-        await asyncio.to_thread(tracing.close)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 async def _send(handover: Handover, raw: bytes, headers: CIMultiDict[str]) -> None:
@@ -252,7 +252,9 @@ def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -
     metrics.show("queued_requests", lambda: len(queue))
     metrics.show("connections", lambda: len(admission))
     metrics.show("body_bytes", lambda: budget.nbytes)
-    return BodyReader(admission, budget, queue, config.admission.max_body_nbytes)
+    return BodyReader(
+        admission, budget, queue, config.admission.max_body_nbytes, config.admission.xargs
+    )
 
 
 @asynccontextmanager

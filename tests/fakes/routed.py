@@ -170,7 +170,7 @@ async def fleet(
                 engine.checks_names = False
             await until(lambda: all(made.of_pod("complete", pod) for pod in pods.values()))
             yield made
-            await until(lambda: not len(made.router.inflight))  # every table drains
+            await until(lambda: not len(made.router.loads.inflight))  # every table drains
     finally:
         for pod in pods.values():
             await pod.publisher.die()

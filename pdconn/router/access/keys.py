@@ -12,9 +12,9 @@ import hmac
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.admin.probes import PROBES
+from pdconn.router.access.middlewares import PROBES
 from pdconn.router.errors import BadSetting, Unauthorized
-from pdconn.router.openai.headers import KEY_HEADER
+from pdconn.router.openai.requests import KEY_HEADER
 from pdconn.sidechannel.credentials import SecurityError, read_private
 
 OPTION = "--api-key-file"

@@ -14,11 +14,10 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pdconn.router.access.refusals import refusing
+from pdconn.router.access.middlewares import PROBES, checking_heads, refusing
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.history import History
-from pdconn.router.admin.probes import PROBES, Probes
-from pdconn.router.admission.heads import checking_heads
+from pdconn.router.admin.probes import Probes
 from pdconn.router.errors import BadQuery
 from pdconn.router.metrics import RouterMetrics
 from transport.errors import shown

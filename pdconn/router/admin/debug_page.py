@@ -17,12 +17,13 @@ import msgspec
 from pdconn.router.admin.disguise import Disguise
 from pdconn.router.errors import NoPrompt, NotFound
 from pdconn.router.events.subscriber import Status
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.metrics import Load
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
-from pdconn.router.routing.policy import Decision, Role, ScoredCandidate
+from pdconn.router.routing.policy import Decision, ScoredCandidate
 from pdconn.router.routing.routed_request import Logged, Step
 
 SHOWN = 50
@@ -170,7 +171,7 @@ class DebugPage:
             "draining": router.engines.is_draining(name),
             "load": load,
             "pulls": {"failed": pulls.failed, "tried": pulls.tried, "why": pulls.why},
-            "inflight": router.inflight.at(name)[0],
+            "inflight": router.loads.inflight.at(name)[0],
             "trust": router.trust.get(name, 1.0),
             "hit_rate": _sum(tallies, pods, Role).rate,
             "hits": {role.value: _as_json(tally) for role, tally in by_role.items()},

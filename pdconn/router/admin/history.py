@@ -157,7 +157,7 @@ class History:
         loads = router.loads.fresh(LOAD_FOR_S)
         made = {}
         for name in islice(router.engines.names, MOST_NAMES):
-            load, inflight = loads.get(name), router.inflight.at(name)[0]
+            load, inflight = loads.get(name), router.loads.inflight.at(name)[0]
             if load is None:
                 made[name] = EngineSample(None, None, None, inflight)
             else:

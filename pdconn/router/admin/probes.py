@@ -15,7 +15,6 @@ from aiohttp import web
 
 from pdconn.router.fleet.health import Health
 
-PROBES = ("/health", "/livez", "/readyz", "/ready")
 UNAVAILABLE = "unavailable"
 
 

@@ -36,7 +36,7 @@ from yarl import URL
 
 from pdconn.router.errors import Busy
 from pdconn.router.fleet.sockets import EngineSockets
-from pdconn.router.openai.headers import OF_THE_ANSWER, keep_end_to_end
+from pdconn.router.openai.requests import OF_THE_ANSWER, keep_end_to_end
 
 #: vLLM's server closes an idle connection after 5 s (``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``).  The router
 #: should close it first, or now and then a request is written into a connection that is just

@@ -21,8 +21,7 @@ import tomllib
 from typing import Any
 
 from pdconn.router.errors import BadSetting
-from pdconn.router.fleet.member import BadMember, Member, engine_name
-from pdconn.router.routing.policy import Role
+from pdconn.router.fleet.member import BadMember, Member, Role, engine_name
 from transport.errors import did_you_mean
 
 _TABLE = "engine"

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry, Outage
-from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,8 @@
-"""Load of every engine: its Prometheus page, polled once a second.
+"""Load of every engine: what its Prometheus page says, and what this router has sent to it.
 
-Engines are polled independently: a slow one has an old load and delays no other.
+Pages are polled once a second, independently: a slow engine has an old load and delays no other.
+What was sent since then only the router knows.  So the larger of both counts: what an engine
+reports, or what this router has sent.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +20,62 @@ from typing import Self
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.metrics import MAX_PAGE_NBYTES, Load, parse_metrics
 from pdconn.router.fleet.pull_counts import PullCounts, RecentPulls
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.routing.policy import Role
+
+
+class InflightTracker:
+    """Requests and prompt tokens in flight at each engine."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._ranks: Counter[tuple[str, int]] = Counter()
+
+    def start(self, engine: str, num_tokens: int, rank: int | None = None) -> Callable[[], None]:
+        """A request is sent to ``engine``; call what this returns when it is finished.
+
+        A second call of the returned function has no effect.
+
+        Args:
+            engine: base URL.
+            num_tokens: prompt tokens that the engine has to compute.
+            rank: the data-parallel rank that the request names, if any.
+        """
+        self._add(engine, num_tokens, rank, 1)
+        finished = False
+
+        def finish() -> None:
+            nonlocal finished
+            if not finished:
+                finished = True
+                self._add(engine, num_tokens, rank, -1)
+
+        return finish
+
+    def _add(self, engine: str, num_tokens: int, rank: int | None, step: int) -> None:
+        self._requests[engine] += step
+        self._tokens[engine] += step * num_tokens
+        if not self._requests[engine]:
+            del self._requests[engine], self._tokens[engine]
+        if rank is not None:
+            self._ranks[engine, rank] += step
+            if not self._ranks[engine, rank]:
+                del self._ranks[engine, rank]
+
+    def at_rank(self, engine: str, rank: int) -> int:
+        """Requests in flight that name a rank of an engine."""
+        return self._ranks[engine, rank]
+
+    def at(self, engine: str) -> tuple[int, int]:
+        """Requests in flight at an engine, and prompt tokens that it has to compute for them."""
+        return self._requests[engine], self._tokens[engine]
+
+    def __len__(self) -> int:
+        return self._requests.total()
+
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +125,24 @@ class LoadReading:
     at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _PollBounds:
+    """Between two polls of an engine, for its answer, and of its page."""
+
+    interval_s: float
+    timeout_s: float
+    max_page_nbytes: int
+
+
 class LoadPoller:
     """Keeps the last load of each engine that gets requests.
 
-    ``latest`` holds no engine that left the fleet; one that stopped answering stays in it, with
-    its age (``fresh`` leaves it out).  ``pulls`` is what engines count of their pulls; those that
-    fail are logged.
+    Attributes:
+        inflight: what this router has sent to engines.
+        usage: the share of their blocks in use, as far as known.
+        latest: holds no engine that left the fleet; one that stopped answering stays in it, with
+            its age (``fresh`` leaves it out).
+        pulls: what engines count of their pulls; those that fail are logged.
 
     >>> async with LoadPoller(engines, client) as loads:  # doctest: +SKIP
     ...     loads.fresh(max_age_s=5.0)["http://10.0.0.1:8000"].waiting
@@ -89,16 +156,17 @@ class LoadPoller:
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
         max_page_nbytes: int = MAX_PAGE_NBYTES,
+        lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.latest: dict[str, LoadReading] = {}
+        self.inflight = InflightTracker()
+        self.usage = KvUsage(lease_s)
         self.pulls = RecentPulls()
         self._complained_s: dict[str, float] = {}
         self._engines = engines
         self._client = client
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._max_page_nbytes = max_page_nbytes
+        self._bounds = _PollBounds(interval_s, timeout_s, max_page_nbytes)
         self._clock = clock
         self._failing: set[str] = set()
         self._polls: dict[str, asyncio.Task[None]] = {}
@@ -120,6 +188,7 @@ class LoadPoller:
             del self.latest[name]
             self._complained_s.pop(name, None)
         self.pulls.keep(self._engines.names)
+        self.usage.keep(self._engines.names)
         self._failing = {name for name in self._failing if name in self._engines}
 
     async def poll_now(self) -> None:
@@ -131,7 +200,7 @@ class LoadPoller:
     async def _run(self) -> None:
         while True:
             self._poll_all()
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self._bounds.interval_s)
 
     def _poll_all(self) -> None:
         self.fleet_changed()
@@ -149,15 +218,15 @@ class LoadPoller:
 
     async def _poll(self, engine: str) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._bounds.timeout_s):
                 page = await self._page(engine)
         except TimeoutError:
-            return self._note_failure(engine, f"no answer within {self._timeout_s:g} s")
+            return self._note_failure(engine, f"no answer within {self._bounds.timeout_s:g} s")
         except (ConnectFailed, ConnectionLost) as error:
             return self._note_failure(engine, str(error))
         if engine not in self._engines:
             return None  # it left the fleet while it answered
-        load, now = parse_metrics(page, self._max_page_nbytes), self._clock()
+        load, now = parse_metrics(page, self._bounds.max_page_nbytes), self._clock()
         self.latest[engine] = LoadReading(load, now)
         self._note_pulls(engine, self.pulls.observe(engine, load.pulls, now), now)
         if engine in self._failing:
@@ -187,8 +256,10 @@ class LoadPoller:
             nbytes = 0
             while piece := await answer.next():
                 nbytes += len(piece)
-                if nbytes > self._max_page_nbytes:
-                    raise ConnectionLost(f"/metrics is longer than {self._max_page_nbytes} bytes")
+                if nbytes > self._bounds.max_page_nbytes:
+                    raise ConnectionLost(
+                        f"/metrics is longer than {self._bounds.max_page_nbytes} bytes"
+                    )
                 pieces.append(piece)
         return b"".join(pieces).decode("utf-8", "replace")
 

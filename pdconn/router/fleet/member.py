@@ -14,11 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pdconn.router.errors import BadSetting
-from pdconn.router.routing.policy import Role
 from transport.errors import did_you_mean
 
 _HOST = "{host}"
@@ -28,6 +28,13 @@ _KEYS = ("events", "replay", "ranks")
 
 #: ``*`` is an address to bind; this must be an address to connect to.
 _ENDPOINT = re.compile(r"tcp://(\{host\}|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+class Role(Enum):
+    """What an engine does for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class BadMember(BadSetting):

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.file import read_fleet
-from pdconn.router.fleet.member import Member, engine_name, merged, parse_member
-from pdconn.router.routing.policy import Role
+from pdconn.router.fleet.member import Member, Role, engine_name, merged, parse_member
 
 log = logging.getLogger(__name__)
 

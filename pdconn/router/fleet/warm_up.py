@@ -38,13 +38,12 @@ from pdconn.router.fleet.client import (
     ConnectionLost,
     EngineClient,
 )
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.metrics import parse_metrics
 from pdconn.router.fleet.pull_counts import PullCounts
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.openai.bodies import find_ticket, lend_params
+from pdconn.router.openai.bodies import base_models, find_ticket, lend_params
 from pdconn.router.openai.requests import TICKET_FIELD
-from pdconn.router.routing.model_list import base_models
-from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
 

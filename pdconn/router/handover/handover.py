@@ -27,17 +27,16 @@ from pdconn.router.fleet.client import (
     EngineClient,
     IdleConnectionLost,
 )
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.prefill import Prefill
-from pdconn.router.handover.rules import INTERNAL_ERROR, may_repeat, status_of
-from pdconn.router.handover.tries import EngineTries
+from pdconn.router.handover.tries import INTERNAL_ERROR, EngineTries, may_repeat, status_of
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import decode_body
-from pdconn.router.openai.headers import to_rank
-from pdconn.router.openai.requests import Direct
+from pdconn.router.openai.requests import Direct, to_rank
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.policy import Candidate, Decision, Role
+from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.routed_request import (
     Abandoned,
     Began,
@@ -101,7 +100,7 @@ class Handover:
             request.keep_refusal(None)
 
     async def _answer(self, request: RoutedRequest) -> EngineAnswer:
-        request.serving = await self.router.tokeniser.serving(request)
+        request.serving = await self.router.tokeniser.models.serving_request(request)
         for _ in self.tries.bounded(itertools.count()):
             if not self.router.eligible(Role.DECODE, request):
                 # Prefill would lend blocks for nothing.
@@ -260,7 +259,7 @@ class Handover:
         if request.trace is not None:
             request.trace.inject(headers)
         body = decode_body(request.body, request.ticket)
-        finish = self.router.inflight.start(engine, 0, candidate.rank)
+        finish = self.router.loads.inflight.start(engine, 0, candidate.rank)
 
         def closed(error: BaseException | None = None) -> None:
             finish()

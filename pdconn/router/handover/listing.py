@@ -17,8 +17,8 @@ from multidict import CIMultiDict
 
 from pdconn.router.errors import EngineFailure, NoEngineLeft, UnknownModel
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, EngineTimedOut
+from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
-from pdconn.router.routing.policy import Role
 
 GIVE_UP_S = 5.0
 """An engine that has not answered by then is left out of the list."""

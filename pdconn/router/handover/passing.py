@@ -12,9 +12,9 @@ from multidict import CIMultiDict
 
 from pdconn.router.errors import EngineFailure, NoEngineLeft
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer
+from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
 from pdconn.router.openai.passed import Asks
-from pdconn.router.routing.policy import Role
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 
 _NOT_FOUND = 404
@@ -100,7 +100,7 @@ class PassThrough:
 
     async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
         client = self.handover.client
-        finish = self.handover.router.inflight.start(engine, 0)
+        finish = self.handover.router.loads.inflight.start(engine, 0)
         span = passing.span.child("pass", engine=engine)
         headers = passing.headers
         span.inject(headers)

@@ -18,14 +18,13 @@ from pdconn.router.fleet.client import (
     EngineClient,
     EngineTimedOut,
 )
+from pdconn.router.fleet.member import Role
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.handover.tries import EngineTries
-from pdconn.router.openai.answers import find_usage
-from pdconn.router.openai.bodies import find_ticket, prefill_body, with_tokens
-from pdconn.router.openai.headers import to_rank
-from pdconn.router.openai.requests import Direct, Route
+from pdconn.router.openai.bodies import find_ticket, find_usage, prefill_body, with_tokens
+from pdconn.router.openai.requests import Direct, Route, to_rank
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.policy import Candidate, Decision, Role
+from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.routed_request import (
     Began,
     Learned,
@@ -73,7 +72,7 @@ class Prefill:
         why = Direct.NO_PREFILL
         for candidate in self.tries.candidates(Role.PREFILL, decision, request):
             engine = candidate.engine
-            is_idle = self.router.inflight.at(engine)[0] == 0
+            is_idle = self.router.loads.inflight.at(engine)[0] == 0
             try:
                 answer = await self._ask_one(request, decision, candidate)
             except (ConnectFailed, ConnectionLost) as error:
@@ -86,7 +85,8 @@ class Prefill:
                 was_delayed = request.pull is not None and answer.borrowed is None
                 learns = is_idle and decision.lookup is not None and not was_delayed
                 leg = PrefillLeg(candidate, decision.num_tokens, request.waited_s(), learns)
-                self.pulls.prefilled(request, answer.borrowed, leg)
+                if learns or answer.borrowed is not None:
+                    self.pulls.prefilled(request, answer.borrowed, leg)
                 return None
             failure = self.tries.refused_request(Role.PREFILL, answer, answer.status, request)
             if failure is not None:
@@ -110,7 +110,7 @@ class Prefill:
     ) -> _Prefilled | EngineAnswer:
         engine = candidate.engine
         uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
-        finish = self.router.inflight.start(engine, uncached, candidate.rank)
+        finish = self.router.loads.inflight.start(engine, uncached, candidate.rank)
         try:
             with request.within(StepKind.PREFILL, engine, uncached=uncached) as began:
                 return await self._ask_in_time(request, candidate, began)
@@ -138,7 +138,9 @@ class Prefill:
         self, request: RoutedRequest, candidate: Candidate, began: Began
     ) -> _Prefilled | EngineAnswer:
         """What prefill says, with what another engine lends it of the prompt; or its refusal."""
-        borrowed = await self.pulls.borrow(request, candidate)
+        borrowed = None
+        if request.tokens is not None:  # kept only where some engine would pull
+            borrowed = await self.pulls.borrow(request, candidate)
         answer = await self._post(request, candidate, borrowed, began)
         if borrowed is not None and isinstance(answer, EngineAnswer) and answer.status >= 500:
             # Its engine fails requests whose pull fails: the prompt can still be computed.
@@ -163,9 +165,12 @@ class Prefill:
                 async with answer:
                     return _Prefilled(await answer.rest(), borrowed)
         except BaseException:
-            self.pulls.failed(request, borrowed)
+            if borrowed is not None:
+                self.pulls.failed(request, borrowed)
             raise
-        self.pulls.failed(request, borrowed, candidate.engine if answer.status >= 500 else None)
+        if borrowed is not None:
+            engine = candidate.engine if answer.status >= 500 else None
+            self.pulls.failed(request, borrowed, engine)
         return answer
 
     def _prefilled(

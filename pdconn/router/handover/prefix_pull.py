@@ -23,14 +23,13 @@ from typing import TypeAlias
 
 from msgspec import Raw
 
-from pdconn.router.admission.budget import HeldBody
+from pdconn.router.admission.places import HeldBody
 from pdconn.router.background import Background
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient, OutOfResources
 from pdconn.router.fleet.health import Health
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.openai.bodies import find_prefix_ticket, find_ticket, prefix_body, without_prompt
-from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
-from pdconn.router.openai.requests import Route
+from pdconn.router.openai.requests import RANK_HEADER, REQUEST_ID_HEADER, Route
 from pdconn.router.pulls.choose import Holder, PullChoice
 from pdconn.router.pulls.planner import RESTS_S, PullPlanner
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
@@ -198,18 +197,15 @@ class PrefixPulls:
             )
         return PullEnd.REFUSED
 
-    def failed(
-        self, request: RoutedRequest, borrowed: Borrowed | None, engine: str | None = None
-    ) -> None:
+    def failed(self, request: RoutedRequest, borrowed: Borrowed, engine: str | None = None) -> None:
         """Prefill has failed, or refused the request, with the ticket in its hands.
 
         ``engine``: which, if it may have been the pull that failed.
         """
-        if borrowed is not None:
-            self._tickets.give_back(borrowed.asked, borrowed.ticket)
-            self._end(request, PullEnd.FAILED)
-            if engine is not None:
-                self._planner.wasted(engine, borrowed.choice, time.monotonic())
+        self._tickets.give_back(borrowed.asked, borrowed.ticket)
+        self._end(request, PullEnd.FAILED)
+        if engine is not None:
+            self._planner.wasted(engine, borrowed.choice, time.monotonic())
 
     def prefilled(self, request: RoutedRequest, borrowed: Borrowed | None, leg: PrefillLeg) -> None:
         """Prefill has answered, and may have reported how many tokens it did not compute.

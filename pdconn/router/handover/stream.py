@@ -18,8 +18,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectionLost, EngineAnswer
-from pdconn.router.openai.answers import AnswerReader
-from pdconn.router.openai.headers import REQUEST_ID_HEADER
+from pdconn.router.openai.bodies import AnswerReader
+from pdconn.router.openai.requests import REQUEST_ID_HEADER
 
 #: The engine that an answer comes from.
 ENGINE_HEADER = "X-Pdconn-Engine"

@@ -12,12 +12,12 @@ from msgspec import Raw
 
 from pdconn.router.background import Background
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.handover.rules import ELSEWHERE
+from pdconn.router.handover.tries import ELSEWHERE
 from pdconn.router.metric_table import TicketEnd
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import return_body
-from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)

@@ -1,13 +1,23 @@
-"""Which engines a request is sent to, one after the other, and what a failure of one means."""
+"""What an engine's answer means: whose failure it is, and which engine is asked next.
+
+As Envoy, llm-d's sidecar and httpx do it: a status that says "not now" or "not I" is retried on
+another engine while no byte of an answer has gone out; every other answer is the client's.
+``docs/router.md`` has the rules as a table.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
 
 from pdconn.router.errors import EngineFailure
 from pdconn.router.fleet.client import (
@@ -19,11 +29,105 @@ from pdconn.router.fleet.client import (
     OutOfResources,
 )
 from pdconn.router.fleet.health import Health
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.handover.rules import ELSEWHERE, INTERNAL_ERROR, MOST_BROKEN, retry_after_s
+from pdconn.router.labels import RequestEnd
 from pdconn.router.metrics import RouterMetrics
-from pdconn.router.routing.policy import Candidate, Decision, Role
+from pdconn.router.openai.bodies import AnswerReader
+from pdconn.router.openai.requests import kind_of
+from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.routed_request import Failed, RoutedRequest
+
+ELSEWHERE = frozenset({429, 500, 502, 503, 504})
+"""Statuses after which another engine may do better."""
+INTERNAL_ERROR = 500
+"""With a ticket: also a pull that failed, where ``kv_load_failure_policy`` is ``fail``."""
+MOST_BROKEN = 2
+"""Engines of a role that one request may break: it may be its own fault, and break all of them."""
+
+
+class _OursOnly(msgspec.Struct):
+    pdconn: Raw = Raw(b"null")
+
+
+def status_of(status: int, headers: Mapping[str, str], first_chunk: bytes) -> int:
+    """The status of an answer that has begun: that of the error with which its stream begins.
+
+    vLLM has sent 200 by the time that it knows: a pull that fails, or a core that dies, is the
+    first and only event of a stream.
+
+    >>> stream = {"Content-Type": "text/event-stream"}
+    >>> status_of(200, stream, b'data: {"error": {"code": 503}}\\n\\n')
+    503
+    """
+    reader = AnswerReader(status, headers)
+    if reader.is_stream:
+        reader.feed(first_chunk)
+    return reader.error or status
+
+
+def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:
+    """Seconds of a ``Retry-After``, which is a number or a date; None where it is neither.
+
+    >>> retry_after_s("7"), retry_after_s("soon"), retry_after_s(None)
+    (7.0, None, None)
+    """
+    if value is None:
+        return None
+    text = value.strip()
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return float(text)
+    try:
+        until = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    if until.tzinfo is None:
+        until = until.replace(tzinfo=UTC)
+    return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
+
+
+def may_repeat(ticket: Raw | None) -> bool:
+    """Whether a body with this ticket may reach an engine twice.
+
+    Our connector claims before it reads and has the claim confirmed after, so a second use of a
+    ticket is refused.  Other connectors read whatever the blocks hold by then.
+
+    >>> may_repeat(Raw(b'{"remote_block_ids": [1]}')), may_repeat(Raw(b'{"pdconn": {"v": 1}}'))
+    (False, True)
+    """
+    if ticket is None:
+        return True
+    try:
+        ours = msgspec.json.decode(ticket, type=_OursOnly).pdconn
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return kind_of(ours) == "an object"
+
+
+_TOO_MANY = 429
+_NOT_IMPLEMENTED = 501
+_OF_THE_KEY = (401, 403)
+
+
+def end_of(answer: AnswerReader, *, generates: bool, is_clients_key: bool) -> RequestEnd:
+    """How a request ended of which the client has the whole answer.
+
+    Args:
+        answer: as far as it has passed.
+        generates: it was sent to a route that every engine of a fleet serves.
+        is_clients_key: the engine saw the client's key, and not the router's.
+    """
+    status = answer.status
+    if status < 400 and answer.error is not None and (generates or answer.is_stream):
+        status = answer.error  # elsewhere it may be what was asked for: a response that failed
+    if status < 400:
+        return RequestEnd.OK
+    of_the_engine = status == _TOO_MANY or (status >= 500 and status != _NOT_IMPLEMENTED)
+    wrong_key = status in _OF_THE_KEY and not is_clients_key
+    if of_the_engine or wrong_key or (generates and answer.has_no_route):
+        return RequestEnd.ENGINE_ERROR
+    return RequestEnd.CLIENT_ERROR
+
 
 log = logging.getLogger(__name__)
 

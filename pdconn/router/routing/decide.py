@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
-from pdconn.router.fleet.loads import KvUsage, LoadPoller
+from pdconn.router.fleet.loads import LoadPoller
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.metrics import Load
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.openai.requests import count_ids
+from pdconn.router.openai.requests import asking, count_ids, text
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.choose import Holder
 from pdconn.router.pulls.planner import PullPlanner
-from pdconn.router.routing.inflight import InflightTracker
-from pdconn.router.routing.model_list import CannotTokenise
+from pdconn.router.routing.models import CannotTokenise
 from pdconn.router.routing.policy import (
     TIE_TOKENS,
     TOKENS_PER_DECODE_REQUEST,
@@ -34,11 +34,10 @@ from pdconn.router.routing.policy import (
     Decision,
     Policy,
     Ranking,
-    Role,
     RouteQuery,
 )
 from pdconn.router.routing.routed_request import DecisionLog, RoutedRequest
-from pdconn.router.routing.tokenize import Tokenised, Tokeniser, asking, text
+from pdconn.router.routing.tokenize import Tokenised, Tokeniser
 
 _BAD_REQUEST = 400
 BYTES_A_TOKEN = 4
@@ -79,11 +78,9 @@ class RequestRouter:
     caches: PrefixCaches
     tokeniser: Tokeniser
     loads: LoadPoller
-    inflight: InflightTracker = field(default_factory=InflightTracker)
     decisions: DecisionLog = field(default_factory=DecisionLog)
     trust: dict[str, float] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
-    usage: KvUsage = field(default_factory=KvUsage)
     decodes_alone: bool = True
     pulls: PullPlanner | None = None
     turn: int = -1
@@ -158,7 +155,7 @@ class RequestRouter:
 
     def _num_requests(self, engine: str, loads: Mapping[str, Load]) -> int:
         load = loads.get(engine) or Load()
-        return max((load.running or 0) + (load.waiting or 0), self.inflight.at(engine)[0])
+        return max((load.running or 0) + (load.waiting or 0), self.loads.inflight.at(engine)[0])
 
     def not_found(self, engine: str) -> int | None:
         """Prompt tokens that an engine's cache did not hold; None while its page is not known."""
@@ -201,7 +198,6 @@ class RequestRouter:
         now = time.time()
         self.tokeniser.models.fleet_changed()
         self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
-        self.usage.keep(self.engines.names)
         if self.pulls is not None:
             self.pulls.keep(self.engines.names)
         for engine in [engine for engine in self.trust if engine not in self.engines]:
@@ -231,7 +227,7 @@ class RequestRouter:
         hit = self._trusted(engine, hit)
         load = loads.get(engine) or Load()
         busy = (load.running or 0) + (load.waiting or 0)
-        ours, our_tokens = self.inflight.at(engine)
+        ours, our_tokens = self.loads.inflight.at(engine)
         usage, idle = load.kv_usage or 0.0, max(busy, ours) == 0
         return Candidate(
             engine,
@@ -240,7 +236,7 @@ class RequestRouter:
             our_tokens,
             max(busy, ours),
             max(0, busy - ours),
-            self.usage.observe(engine, usage, idle=idle, now=time.monotonic()),
+            self.loads.usage.observe(engine, usage, idle=idle, now=time.monotonic()),
         )
 
     def _holders(
@@ -292,7 +288,7 @@ class RequestRouter:
             ranks,
             key=lambda one: (
                 one.hit.weighed_tokens
-                - TOKENS_PER_DECODE_REQUEST * self.inflight.at_rank(engine, one.rank)
+                - TOKENS_PER_DECODE_REQUEST * self.loads.inflight.at_rank(engine, one.rank)
             ),
         )
         gained = best.hit.weighed_tokens - ranks[-1].hit.weighed_tokens

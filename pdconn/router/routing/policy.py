@@ -35,11 +35,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from hashlib import blake2b
 from typing import ClassVar, Protocol
 
 from pdconn.router.events.caches import PrefixLookup
+from pdconn.router.fleet.member import Role
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.choose import PullChoice
 
@@ -59,13 +59,6 @@ PRESSURE_PROMPTS = 4.0
 """Prompts that pressure adds to the cost at a share of 1.  Guessed."""
 TIE_TOKENS = 64.0
 """A difference below which costs count as equal.  Guessed."""
-
-
-class Role(Enum):
-    """What an engine does for a request."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)

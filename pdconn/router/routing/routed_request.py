@@ -27,17 +27,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from msgspec import Raw
 from multidict import CIMultiDict
 
-from pdconn.router.admission.budget import HeldBody
+from pdconn.router.admission.places import HeldBody
 from pdconn.router.fleet.client import Delivery, EngineAnswer
+from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.requests import Direct, ParsedBody
 from pdconn.router.pulls.pull import PrefixPull
-from pdconn.router.routing.policy import Decision, Role
+from pdconn.router.routing.policy import Decision
 
 MOST_DECISIONS = 512
 MOST_HASHES = 1_000_000
@@ -213,6 +214,9 @@ E = TypeVar("E", bound=Event)
 class Watcher(Protocol):
     """Is shown what happens to requests, as it happens."""
 
+    kinds: ClassVar[frozenset[type[Event]]]
+    """Of the events that it is shown."""
+
     def saw(self, request: RoutedRequest, event: Event) -> None:
         """An event was appended."""
         ...
@@ -264,6 +268,10 @@ class RoutedRequest:
     events: list[Event] = field(default_factory=lambda: [Received(time.perf_counter())])
     watchers: tuple[Watcher, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.trace is not None:
+            self.watchers = (self.trace, *self.watchers)
+
     def drop_body(self) -> None:
         """Its answer has begun, or it failed: an answer may take minutes, and needs no body."""
         self.body = self.body.emptied()
@@ -285,10 +293,10 @@ class RoutedRequest:
     def note(self, event: Event) -> None:
         """Append an event."""
         self.events.append(event)
-        if self.trace is not None:
-            self.trace.saw(self, event)
+        kind = type(event)
         for watcher in self.watchers:
-            watcher.saw(self, event)
+            if kind in watcher.kinds:
+                watcher.saw(self, event)
 
     def begin(self, step: StepKind, engine: str | None = None, **facts: Fact) -> Began:
         """A step begins.

@@ -33,12 +33,19 @@ from pdconn.router.fleet.client import (
     ConnectionLost,
     EngineClient,
 )
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.openai.requests import Direct, ParsedBody, Route, kind_of
+from pdconn.router.openai.requests import (
+    UNREADABLE,
+    Direct,
+    ParsedBody,
+    Route,
+    asking,
+    kind_of,
+    text,
+)
 from pdconn.router.prefix.hashing import BadInput, Extras
-from pdconn.router.routing.model_list import CannotTokenise, KeyRefused, ModelView
-from pdconn.router.routing.models import ModelCatalog
-from pdconn.router.routing.policy import Role
+from pdconn.router.routing.models import CannotTokenise, KeyRefused, ModelCatalog, ModelView
 from pdconn.router.routing.routed_request import RoutedRequest
 
 MOST_TOKENS = 1 << 20
@@ -53,8 +60,6 @@ CHARS_A_TOKEN = 512
 """No vocabulary has a token of more characters; the longest are some hundred spaces."""
 CHAT_NBYTES_A_TOKEN = 32
 """A chat with more bytes for each token of the model's length is not parsed for its text."""
-
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _SHAPES_TEXT = ("model", "prompt", "add_special_tokens")
 """Fields of a completion that ``/tokenize`` takes too: all that shape its prompt."""
@@ -115,17 +120,6 @@ class Tokeniser:
         self.models = ModelCatalog(
             engines, self._ask, timeout_s, authorization, is_told=tells_models
         )
-
-    async def serving(self, request: RoutedRequest) -> frozenset[str] | None:
-        """The engines that serve the model of a request; None: all do.
-
-        Raises:
-            UnknownModel, BadBody: as ``ModelCatalog.serving``.
-        """
-        if not self.models.matters():
-            return None
-        fields = request.body.fields
-        return await self.models.serving(lambda: text(fields.get("model")), asking(request.headers))
 
     async def tokenise(self, request: RoutedRequest) -> Tokenised:
         """The tokens of a request's prompt.
@@ -200,7 +194,7 @@ class Tokeniser:
         raw = await self._ask_any(request, "/tokenize", headers, msgspec.json.encode(fields))
         try:
             return msgspec.json.decode(raw, type=_Tokens).tokens
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise CannotTokenise(f"/tokenize answered without tokens: {error}") from error
 
     async def _rendered(self, request: RoutedRequest, headers: CIMultiDict[str]) -> list[int]:
@@ -216,7 +210,7 @@ class Tokeniser:
         raw = await self._ask_any(request, path, headers, msgspec.json.encode(fields))
         try:
             answer = msgspec.json.decode(raw, type=_RenderAnswer)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise CannotTokenise(f"{path} answered without tokens: {error}") from error
         if kind_of(answer.features) != "null":
             raise CannotTokenise("it contains more than text")
@@ -304,32 +298,14 @@ class _LengthBound:
         return min(otherwise, self.max_tokens * CHAT_NBYTES_A_TOKEN)
 
 
-def asking(client: CIMultiDict[str]) -> CIMultiDict[str]:
-    """Headers to ask an engine with, for a request with those of ``client``."""
-    headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
-    if "Authorization" in client:
-        headers["Authorization"] = client["Authorization"]
-    return headers
-
-
 def _refuse_media(messages: Raw) -> None:
     """Only the engine knows where an image's tokens go, and by which name it is hashed."""
     try:
         parsed = msgspec.json.decode(messages, type=list[_Message])
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise CannotTokenise(f"messages: {error}") from error
     for message in parsed:
         parts = message.content if isinstance(message.content, list) else []
         other = next((p.type for p in parts if isinstance(p, _Part) and p.type != "text"), None)
         if other is not None:
             raise CannotTokenise(f"it contains more than text: {other[:40]}")
-
-
-def text(value: Raw | None) -> str | None:
-    """What a JSON string says; None where the value is none."""
-    if value is None or kind_of(value) != "a string":
-        return None
-    try:
-        return msgspec.json.decode(value, type=str)
-    except _UNREADABLE:
-        return None

@@ -15,7 +15,7 @@ Tracing is off unless ``--otlp-traces-endpoint`` is given: then ``tracing.otel``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import ClassVar, Protocol, Self
 
 from multidict import CIMultiDict
 
@@ -70,6 +70,8 @@ NOT_TRACED = Span()
 class RequestSpans:
     """Makes the spans of a routed request of its events."""
 
+    kinds: ClassVar[frozenset[type[Event]]] = frozenset((Began, Learned, Over, Decided, FirstByte))
+
     def __init__(self, root: Span) -> None:
         self._root = root
         self._open: dict[Began, Span] = {}  # by what began it; the innermost is the last
@@ -111,13 +113,13 @@ class RequestSpans:
                 span.end()
 
 
-class Tracing:
-    """Where the traces of requests begin; this one records nothing."""
+class Tracing(Protocol):
+    """Where the traces of requests begin."""
 
     def begin(self, name: str, headers: Mapping[str, str], **attributes: Value) -> Span:
         """A request's span: below the one that a client's ``traceparent`` names, if it has one."""
-        del name, headers, attributes
-        return NOT_TRACED
+        ...
 
     def close(self) -> None:
         """Export what was not exported yet; may take seconds, and runs on a thread."""
+        ...

@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pdconn.router.errors import BadSetting
-from pdconn.router.fleet.member import Member, merged
+from pdconn.router.fleet.member import Member, Role, merged
 from pdconn.router.fleet.sources import FleetSource
-from pdconn.router.routing.policy import Role
 from pdconn.sidechannel.security import Security, SecurityError, is_loopback
 from pdconn.tools.doctor.findings import Checked, Diagnosis, Finding, checked, fault
 from pdconn.tools.doctor.fleet import advertised, channels, engines, events, golden, traffic

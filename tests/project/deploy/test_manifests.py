@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from pdconn.router.access.keys import ApiKeys
-from pdconn.router.fleet.member import parse_member
+from pdconn.router.fleet.member import Role, parse_member
 from pdconn.router.fleet.sources import DnsName, parse_source
-from pdconn.router.routing.policy import Role
 from pdconn.vllm.config import ConfigError, Settings, read_settings
 from tests.project.deploy import manifests as laws
 from tests.project.deploy.manifests import (
@@ -225,7 +224,7 @@ def test_the_routers_command_is_one_and_finds_engines_by_name(
 ) -> None:
     (container,) = router(default)["containers"]
     config = proxy_config(container["args"], monkeypatch)
-    assert (config.host, config.port, config.admin_port) == ("0.0.0.0", 8000, 9000)
+    assert (config.listen.host, config.listen.port, config.listen.admin_port) == ("0.0.0.0", 8000, 9000)
     for role, words in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
         (word,) = words
         assert isinstance(parse_source("--engine", word, [role]), DnsName)

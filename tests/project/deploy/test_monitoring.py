@@ -69,9 +69,9 @@ def test_what_is_not_promql_is_refused(expression: str) -> None:
 
 
 def test_values_of_labels_that_alerts_match_are_values_of_the_code() -> None:
+    from pdconn.router.fleet.member import Role
     from pdconn.router.labels import RequestEnd
     from pdconn.router.openai.requests import Direct
-    from pdconn.router.routing.policy import Role
 
     known = {
         "role": {one.value for one in Role},

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import pytest
 
 from pdconn.lifecycle.admission import AdmissionControl, AdmissionLimits
-from pdconn.router.admission.budget import BodyBudget, HeldBody
 from pdconn.router.admission.connections import (
     SHORTEST_STAY_S,
     ClientAdmission,
@@ -21,6 +20,7 @@ from pdconn.router.admission.connections import (
     Dropped,
 )
 from pdconn.router.admission.listener import MOST_CONNECTIONS, limits_within
+from pdconn.router.admission.places import BodyBudget, HeldBody
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, Busy
 from pdconn.sidechannel.quiet_log import QuietLog

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pdconn.router.admission.queue import AdmissionQueue
+from pdconn.router.admission.places import AdmissionQueue
 from pdconn.router.errors import Busy
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until

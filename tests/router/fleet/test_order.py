@@ -4,9 +4,9 @@ import pytest
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, EngineFailure
-from pdconn.router.fleet.member import engine_name
+from pdconn.router.fleet.member import Role, engine_name
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.routing.policy import Candidate, Role, RoundRobin, RouteQuery
+from pdconn.router.routing.policy import Candidate, RoundRobin, RouteQuery
 
 QUESTION = RouteQuery(num_tokens=1)
 

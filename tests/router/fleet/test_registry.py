@@ -9,10 +9,9 @@ import pytest
 from pdconn.router.errors import EngineFailure
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
-from pdconn.router.fleet.member import Member
+from pdconn.router.fleet.member import Member, Role
 from pdconn.router.fleet.registry import Changes, EngineRegistry
 from pdconn.router.metrics import RouterMetrics
-from pdconn.router.routing.policy import Role
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import CHUNKS, FakeEngine, Leases

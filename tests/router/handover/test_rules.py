@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from aiohttp import web
 
-from pdconn.router.fleet.rests import LONGEST_NAMED_S, LONGEST_REST_S, MOST_IN_A_ROW, EngineRests
-from pdconn.router.handover.rules import ELSEWHERE, retry_after_s, status_of
+from pdconn.router.fleet.registry import LONGEST_NAMED_S, LONGEST_REST_S, MOST_IN_A_ROW, EngineRests
+from pdconn.router.handover.tries import ELSEWHERE, retry_after_s, status_of
 from pdconn.router.server import Limits
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.router.handover.ending import end_of
+from pdconn.router.handover.tries import end_of
 from pdconn.router.labels import Fault, RequestEnd
-from pdconn.router.openai.answers import MOST_NBYTES, AnswerReader
+from pdconn.router.openai.bodies import MOST_NBYTES, AnswerReader
 
 SSE = {"Content-Type": "text/event-stream; charset=utf-8"}
 JSON = {"Content-Type": "application/json"}

@@ -2,7 +2,7 @@
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from pdconn.router.openai.headers import OF_THE_ANSWER, keep_end_to_end
+from pdconn.router.openai.requests import OF_THE_ANSWER, keep_end_to_end
 
 
 def kept(*pairs, also=frozenset()):

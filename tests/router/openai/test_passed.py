@@ -55,7 +55,7 @@ async def test_the_engine_with_the_fewest_requests_is_asked_and_equals_take_turn
         for _ in range(6):
             await d.send("/v1/embeddings", b"{}")
         assert num_others(d) == [2, 2, 2]
-        finish = [d.proxy.router.inflight.start(engine.url, 0) for engine in d.decode]
+        finish = [d.proxy.router.loads.inflight.start(engine.url, 0) for engine in d.decode]
         await d.send("/v1/embeddings", b"{}")
         await d.send("/v1/embeddings", b"{}")
         assert num_others(d) == [4, 2, 2]
@@ -76,7 +76,7 @@ async def test_another_engine_is_asked_after_a_failure() -> None:
         reply = await d.send("/score", b"{}")
         assert reply.status == 503
         assert d.outcome("no_engine", "/score") == 1
-        assert not len(d.proxy.router.inflight)
+        assert not len(d.proxy.router.loads.inflight)
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
@@ -120,7 +120,7 @@ async def test_the_engine_that_keeps_a_response_is_found(method: str, end: str) 
         reply = await d.send(f"/v1/responses/resp_1{end}", method=method)
         assert (reply.status, reply.error["message"]) == (404, "no such response")
         assert not d.prefill[0].others
-        await until(lambda: not len(d.proxy.router.inflight))
+        await until(lambda: not len(d.proxy.router.loads.inflight))
 
 
 # Forms

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.openai.answers import find_usage
-from pdconn.router.openai.bodies import RETURN_MODEL, prefill_body, return_body
+from pdconn.router.openai.bodies import RETURN_MODEL, find_usage, prefill_body, return_body
 from pdconn.router.openai.requests import Direct, Route, parse_body
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
@@ -125,7 +124,7 @@ async def test_a_response_goes_on_at_the_engine_that_keeps_the_one_before() -> N
         d.decode[2].script = forgets
         reply = await d.complete(RESPONSES, previous_response_id="resp_1")
         assert (reply.status, reply.error["message"]) == (404, "no such response")
-        await until(lambda: not len(d.proxy.router.inflight))
+        await until(lambda: not len(d.proxy.router.loads.inflight))
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])

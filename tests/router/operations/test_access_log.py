@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 from aiohttp import web
 
-from pdconn.router.access.log import KeyValues
+from pdconn.router.access.middlewares import KeyValues
 from pdconn.tools.cli.logs import JsonFormatter
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until

@@ -165,4 +165,4 @@ async def test_a_passed_request_ends_in_time_too() -> None:
         for engine in (*d.prefill, *d.decode):
             engine.tokenizes.set()
         assert (await d.send("/tokenize", b"{}")).status == 200
-        await until(lambda: not len(d.proxy.router.inflight))
+        await until(lambda: not len(d.proxy.router.loads.inflight))

@@ -50,8 +50,11 @@ def history(names: list[str], load: Load | None = None) -> tuple[History, Router
     loads = dict.fromkeys(names, load) if load else {}
     router: Any = SimpleNamespace(
         engines=SimpleNamespace(names=names),
-        loads=SimpleNamespace(fresh=lambda max_age_s: loads, pulls=RecentPulls()),
-        inflight=SimpleNamespace(at=lambda name: (1, 0)),
+        loads=SimpleNamespace(
+            fresh=lambda max_age_s: loads,
+            pulls=RecentPulls(),
+            inflight=SimpleNamespace(at=lambda name: (1, 0)),
+        ),
         caches=SimpleNamespace(feeds=dict.fromkeys(names), index=SimpleNamespace(pods={})),
     )
     times = RouterMetrics(EngineRegistry())

@@ -14,8 +14,7 @@ from multidict import CIMultiDict
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
-from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
-from pdconn.router.openai.requests import Route, parse_body
+from pdconn.router.openai.requests import RANK_HEADER, REQUEST_ID_HEADER, Route, parse_body
 from pdconn.router.prefix.hashing import Extras
 from pdconn.router.pulls.pull import PullEnd
 from pdconn.router.routing.policy import PrefixAware
@@ -124,7 +123,7 @@ async def test_a_rank_that_holds_it_is_named():
         holder, other = f.prefill
         await f.pod(holder, rank=1).store(PROMPT)
         await f.events_applied()
-        busy = f.router.inflight.start(holder.url, 100_000)
+        busy = f.router.loads.inflight.start(holder.url, 100_000)
         routed = await f.ask()
         busy()
         assert routed.prefill == other.url

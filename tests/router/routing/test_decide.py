@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.router.openai.headers import RANK_HEADER
+from pdconn.router.openai.requests import RANK_HEADER
 from pdconn.router.prefix.hashing import Extras
 from pdconn.router.server import Limits
 from tests.fakes.deployment import Reply, leave
@@ -261,14 +261,14 @@ async def test_what_is_queued_at_prefill_sends_the_next_prompt_elsewhere():
             engine.admitting.clear()
         asking = [asyncio.create_task(f.complete(prompt=ASKED)) for _ in range(1)]
         await until(lambda: sum(num_asked(f.prefill)) == 1)
-        assert sorted(f.router.inflight.at(e.url)[1] for e in f.prefill) == [0, 321]
+        assert sorted(f.router.loads.inflight.at(e.url)[1] for e in f.prefill) == [0, 321]
         asking.append(asyncio.create_task(f.complete(prompt=ASKED)))
         await until(lambda: sum(num_asked(f.prefill)) == 2)
         assert num_asked(f.prefill) == [1, 1]  # the same prompt would go to the same engine
         for engine in f.prefill:
             engine.admitting.set()
         await asyncio.gather(*asking)
-        assert len(f.router.inflight) == 0
+        assert len(f.router.loads.inflight) == 0
         again = {(await f.ask()).prefill for _ in range(3)}
         assert len(again) == 1  # the control
 
@@ -284,11 +284,11 @@ async def test_every_request_in_flight_finishes_however_it_ends():
                 await asyncio.gather(
                     *(quietly(f, prompt=ASKED, stream=stream) for _ in range(3)),
                 )
-            await until(lambda: not len(f.router.inflight))
+            await until(lambda: not len(f.router.loads.inflight))
             for engine in (f.prefill[0], f.decode[0]):
                 engine.script = None
                 f.router.engines.mark_up(engine.url)
-        assert f.router.inflight._requests == f.router.inflight._tokens == {}
+        assert f.router.loads.inflight._requests == f.router.loads.inflight._tokens == {}
 
 
 async def quietly(f: Fleet, **body: Any) -> Reply | None:
@@ -311,7 +311,7 @@ async def test_the_request_in_flight_of_a_client_that_leaves_finishes(stage):
     async with fleet(num_prefill=1, limits=Limits(patience_s=0.1)) as f:
         prefill, decode = f.prefill[0], f.decode[0]
         decode.tokenize = letters
-        inflight = f.router.inflight
+        inflight = f.router.loads.inflight
         if stage == "tokenize":
             decode.tokenizes.clear()
         elif stage == "stream":

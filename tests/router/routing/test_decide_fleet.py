@@ -13,8 +13,7 @@ import pytest
 from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
-from pdconn.router.fleet.member import Member
-from pdconn.router.routing.policy import Role
+from pdconn.router.fleet.member import Member, Role
 from pdconn.router.server import Limits, running_proxy
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.event_loop import in_loop, until

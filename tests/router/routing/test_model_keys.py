@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pdconn.router.handover import listing
-from pdconn.router.routing import model_list, models
+from pdconn.router.routing import models
+from pdconn.router.routing import models as model_list
 from tests.fakes.deployment import Deployment, Reply, deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.router.events.caches import PrefixLookup, RankHit
+from pdconn.router.fleet.loads import InflightTracker
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Hit, Prompt
-from pdconn.router.routing.inflight import InflightTracker
 from pdconn.router.routing.policy import Candidate, Decision, Ranking, ScoredCandidate
 from pdconn.router.routing.routed_request import PENDING, DecisionLog, Outcome
 

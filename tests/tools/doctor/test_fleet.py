@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.router.fleet.member import parse_member
+from pdconn.router.fleet.member import Role, parse_member
 from pdconn.router.prefix.hashing import HashScheme, chain, external
-from pdconn.router.routing.policy import Role
 from pdconn.tools.cli.main import main
 from pdconn.tools.doctor import examine
 from pdconn.tools.doctor.errors import BadQuestion

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pdconn.puller.warmup_state import Place
 from pdconn.router.errors import BadSetting
+from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetSource, WatchedFile, parse_source
-from pdconn.router.routing.policy import Role
 from pdconn.tools.cli.doctor.text import diagnosis_text
 from pdconn.tools.cli.options import (
     BadArgument,

@@ -14,8 +14,7 @@ from typing import Any
 import aiohttp
 
 from pdconn.router.fleet.client import reason_of
-from pdconn.router.fleet.member import Member
-from pdconn.router.routing.policy import Role
+from pdconn.router.fleet.member import Member, Role
 from pdconn.tools.doctor.errors import BadQuestion
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 

@@ -21,11 +21,10 @@ import zmq.asyncio
 
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup
 from pdconn.router.events.feeds import EventFeeds
-from pdconn.router.fleet.member import Member
+from pdconn.router.fleet.member import Member, Role
 from pdconn.router.prefix.groups import GroupSpec, Needs
 from pdconn.router.prefix.hashing import Extras, HashScheme
 from pdconn.router.prefix.index import Pod
-from pdconn.router.routing.policy import Role
 from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.engine import Engine
 from pdconn.tools.lab.ports import free_ports

@@ -1,12 +1,11 @@
-"""The access log: one line for each request, however it ended.
+"""What surrounds every request: its line in the access log, refusals as answers, odd heads.
 
 ::
 
     pdconn: request method=POST path=/v1/completions status=200 outcome=ok seconds=0.412 ...
 
 A middleware begins a ``Served`` when a request arrives; the handlers fill in what they learn,
-and at the end it is logged.  Values come from clients too: whatever is not plain printable text is
-quoted and cut, so that no client can write a line of its own.
+and at the end it is logged, however the request ended.
 """
 
 from __future__ import annotations
@@ -15,22 +14,25 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.admin.probes import PROBES
+from pdconn.router.errors import BadHead, MethodNotAllowed, NotFound, Refusal, UnsupportedEncoding
 from pdconn.router.labels import RequestEnd
-from pdconn.router.openai.answers import AnswerReader
-from pdconn.router.openai.headers import REQUEST_ID_HEADER
+from pdconn.router.openai.bodies import AnswerReader
+from pdconn.router.openai.requests import KEY_HEADER, REQUEST_ID_HEADER, Route
 from pdconn.router.routing.routed_request import Ended, Guess, Passed, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 from transport.errors import shown
 
 log = logging.getLogger("pdconn.access")
+
+PROBES = ("/health", "/livez", "/readyz", "/ready")
+"""What orchestrators ask every few seconds: without a key, and logged at level debug."""
 
 #: Of one value in the log, in characters.
 _MOST_SHOWN = 200
@@ -175,3 +177,66 @@ def _counted(tokens: int | Guess | None) -> int | str | None:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
+
+
+def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
+    """A middleware that answers refusals, and paths that are not ``served``.
+
+    ``name_engines``: whether answers may contain addresses of engines.
+    """
+
+    @web.middleware
+    async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as refusal:
+            return _refuse(request, refusal, name_engines)
+        except web.HTTPMethodNotAllowed as error:
+            wrong = MethodNotAllowed(request.method, request.path, error.allowed_methods)
+            return _refuse(request, wrong, name_engines)
+        except web.HTTPNotFound:
+            seen = f"{request.method} {request.path}"
+            expected = f"one of {', '.join(served)}"
+            return _refuse(request, NotFound("path", expected, seen), name_engines)
+
+    return refusals
+
+
+def _refuse(request: web.Request, refusal: Refusal, name_engines: bool) -> web.Response:
+    anthropic = request.path.startswith(Route.MESSAGES.path)
+    body = refusal.body(name_engines=name_engines, anthropic=anthropic)
+    return web.json_response(body=body, status=refusal.status, headers=refusal.headers)
+
+
+_TRANSFER = "Transfer-Encoding"
+_VERSIONS = (HttpVersion10, HttpVersion11)
+_ONCE = ("Host", "Authorization", KEY_HEADER, "Content-Type")
+"""Headers that mean one thing: of two, one server takes the first and the next one the last."""
+
+
+def check_head(request: web.BaseRequest) -> None:
+    """Refuse an odd head.
+
+    Raises:
+        BadHead: another version of HTTP, or a header twice.
+        UnsupportedEncoding: the body was encoded for its transfer.
+    """
+    if request.version not in _VERSIONS:
+        seen = f"HTTP/{request.version.major}.{request.version.minor}"
+        raise BadHead("version", "HTTP/1.1 or HTTP/1.0", seen)
+    for name in _ONCE:
+        count = len(request.headers.getall(name, ()))
+        if count > 1:  # its values may be keys
+            raise BadHead(name, "one header of this name", f"{count} of them")
+    codings = ",".join(request.headers.getall(_TRANSFER, ()))
+    if codings.strip().lower() not in ("", "chunked"):
+        raise UnsupportedEncoding(_TRANSFER, "chunked, once", codings[:80])
+    if codings and request.version == HttpVersion10:
+        raise BadHead(_TRANSFER, "none in HTTP/1.0", codings[:80])
+
+
+@web.middleware
+async def checking_heads(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A middleware that refuses odd heads."""
+    check_head(request)
+    return await handler(request)
