@@ -81,7 +81,7 @@ _ENDS = {
 }
 
 
-class _InFlight:
+class _OpenRequests:
     """Requests that an engine answers, or is to answer."""
 
     def __init__(self) -> None:
@@ -123,8 +123,8 @@ class RouterApp:
         self._passes_authorization = config.listen.passes_authorization
         self._keys = keys
         self._engine_key = engine_key
-        self._inflight = _InFlight()
-        handover.metrics.show("inflight_requests", lambda: self._inflight.number)
+        self._open = _OpenRequests()
+        handover.metrics.show("inflight_requests", lambda: self._open.number)
 
     @property
     def admission(self) -> ClientAdmission:
@@ -165,10 +165,10 @@ class RouterApp:
 
     async def drain(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` until no request is left that an engine answers."""
-        self._inflight.is_draining = True
+        self._open.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._inflight.idle.wait()
+                await self._open.idle.wait()
 
     def _counting(
         self, path: str, answer: Callable[[web.Request], Awaitable[_Answered]]
@@ -182,7 +182,7 @@ class RouterApp:
                 served.span = self._tracing.begin(
                     f"{http.method} {path}", http.headers, method=http.method, route=path
                 )
-            self._inflight.count(1)
+            self._open.count(1)
             try:
                 response, end = await self._admitted(http, answer)
                 status = response.status
@@ -200,12 +200,12 @@ class RouterApp:
                 log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except asyncio.CancelledError:
-                end = RequestEnd.CUT_OFF if self._inflight.is_draining else RequestEnd.CLIENT_LEFT
+                end = RequestEnd.CUT_OFF if self._open.is_draining else RequestEnd.CLIENT_LEFT
                 if served.answer is not None and served.answer.is_whole:
                     end = self._whole(served, served.answer)  # the client has everything
                 raise
             finally:
-                self._inflight.count(-1)
+                self._open.count(-1)
                 self._handover.metrics.request_ended(path, end)
                 served.end = end
                 if served.span is not NOT_TRACED:
@@ -370,7 +370,7 @@ async def _continue(http: web.Request) -> None:
     """Ask for the body where the client waits for that; other expectations are ignored.
 
     RFC 9110, section 10.1.1.  aiohttp's own handler refuses them before any middleware runs,
-    so that neither the access log nor the metrics tell of the request.
+    so that neither the access log nor the metrics hold the request.
     """
     if http.version >= HttpVersion11 and http.headers["Expect"].lower() == "100-continue":
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

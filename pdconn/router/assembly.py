@@ -104,5 +104,5 @@ def _tokeniser(
         most_tokens=limits.most_tokens,
         max_nbytes=limits.most_token_nbytes,
         authorization=engine_key.authorization,
-        tells_models=config.listen.tells_models,
+        shows_models=config.listen.shows_models,
     )

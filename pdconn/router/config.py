@@ -25,8 +25,8 @@ from pdconn.router.fleet.member import Role, engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
 from pdconn.router.options import (
-    Checked,
-    Option,
+    CheckedSettings,
+    RouterOption,
     Unfit,
     each,
     number,
@@ -74,7 +74,7 @@ def _check_url(url: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings(Checked):
+class EngineSettings(CheckedSettings):
     """The engines.
 
     ``prefill`` and ``decode`` are words as ``parse_source`` reads them: base URLs with the
@@ -126,7 +126,7 @@ class EngineSettings(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingSettings(Checked):
+class RoutingSettings(CheckedSettings):
     """How engines are chosen.
 
     ``pull_above`` is the fewest tokens that prefill pulls from another engine.  ``reuse_tokens``:
@@ -217,7 +217,7 @@ class RoutingSettings(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class ListenSettings(Checked):
+class ListenSettings(CheckedSettings):
     """Where the router listens, to whom, and what it shows them.  Port 0 takes any free one."""
 
     host: str = option("127.0.0.1", says="address to listen on")
@@ -290,7 +290,7 @@ class ListenSettings(Checked):
         return 0 if self.port == 0 else self.port + ADMIN_ABOVE
 
     @property
-    def tells_models(self) -> bool:
+    def shows_models(self) -> bool:
         """Whether a client may know what engines list to the router: if its key is checked here."""
         return self.engine_key_file is None or self.api_key_file is not None
 
@@ -311,7 +311,7 @@ class ListenSettings(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class TimeSettings(Checked):
+class TimeSettings(CheckedSettings):
     """Time-outs and tries.  A time-out of None does not end; ``retries`` of None are all engines.
 
     ``drain_delay_s`` passes between the end of readiness and the end of listening, and
@@ -380,7 +380,7 @@ class TimeSettings(Checked):
         tokenize.TIMEOUT_S,
         "SECONDS",
         seconds(),
-        "route a prompt without its tokens if no engine tells them in this time",
+        "route a prompt without its tokens if no engine returns them in this time",
         parse=float,
     )
     health_timeout_s: float = option(
@@ -405,7 +405,7 @@ class TimeSettings(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionSettings(Checked):
+class AdmissionSettings(CheckedSettings):
     """What clients may send and hold."""
 
     max_body_mib: float = option(
@@ -473,7 +473,7 @@ class AdmissionSettings(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class TraceSettings(Checked):
+class TraceSettings(CheckedSettings):
     """Where traces go."""
 
     otlp_traces_endpoint: str | None = option(
@@ -539,7 +539,9 @@ class ProxyConfig:
 
 _PARTS: Mapping[str, type[Any]] = get_type_hints(ProxyConfig)
 
-OPTIONS: tuple[Option, ...] = tuple(row for kind in _PARTS.values() for row in options_of(kind))
+OPTIONS: tuple[RouterOption, ...] = tuple(
+    row for kind in _PARTS.values() for row in options_of(kind)
+)
 """Every option of the router, in the order of ``pdconn proxy --help``."""
 
 RELOADED = tuple(row.flag for row in OPTIONS if row.is_reloaded)

@@ -37,7 +37,6 @@ from pdconn.router.pulls.pull import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Decision
 from pdconn.router.routing.routed_request import (
     Decided,
-    Ended,
     Event,
     FirstByte,
     FirstToken,
@@ -45,6 +44,7 @@ from pdconn.router.routing.routed_request import (
     Passed,
     Prefilled,
     Pulled,
+    RequestEnded,
     RoutedRequest,
 )
 
@@ -76,7 +76,7 @@ class RouterMetrics:
     """One router's counters."""
 
     kinds: ClassVar[frozenset[type[Event]]] = frozenset(
-        (Decided, Prefilled, FirstByte, Passed, Pulled, FirstToken, Ended)
+        (Decided, Prefilled, FirstByte, Passed, Pulled, FirstToken, RequestEnded)
     )
 
     def __init__(self, engines: EngineRegistry) -> None:
@@ -169,11 +169,11 @@ class RouterMetrics:
             case Decided(decision=decision, is_choice=True):
                 self._decided(decision)
             case Prefilled():
-                self._observe_since_asked("time_to_ticket_seconds", request, event)
+                self._families["time_to_ticket_seconds"].observe(event.waited_s)
                 if event.cached_tokens is not None and not event.has_borrowed:
                     self._reported(request.decision, event.engine, event.cached_tokens)
-            case FirstByte(is_good=True):
-                self._observe_since_asked("decode_first_byte_seconds", request, event)
+            case FirstByte(is_good=True, waited_s=waited_s):
+                self._families["decode_first_byte_seconds"].observe(waited_s)
             case Passed(is_served=True, status=status) if status < 400:
                 direct = request.direct
                 if direct is None:
@@ -184,12 +184,8 @@ class RouterMetrics:
                 self._pulled(pull, pull.end)
             case FirstToken():
                 self.first_token(request.body.route, event.at_s - request.arrived_s)
-            case Ended():
+            case RequestEnded():
                 self.routed_request_ended(request.body.route, request.outcome())
-
-    def _observe_since_asked(self, name: str, request: RoutedRequest, event: Event) -> None:
-        if (asked := request.asked) is not None:
-            self._families[name].observe(event.at_s - asked.at_s)
 
     def _decided(self, decision: Decision) -> None:
         ranking = decision.ranking

@@ -64,7 +64,7 @@ def each(check: Check) -> Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class RouterOption:
     """One option.
 
     Attributes:
@@ -95,7 +95,7 @@ class Option:
     is_reloaded: bool = False
     name: str = ""
 
-    def named(self, name: str) -> Option:
+    def named(self, name: str) -> RouterOption:
         """The same, of the setting ``name``."""
         flag = self.flag or f"--{name.removesuffix('_s').replace('_', '-')}"
         return dataclasses.replace(self, name=name, flag=flag)
@@ -129,8 +129,8 @@ class Option:
 def option(
     default: Any, takes: str = "", check: Check = any_value, says: str = "", **more: Any
 ) -> Any:
-    """A field of a record of settings; arguments as of ``Option``, whose ``help`` is ``says``."""
-    row = Option(default, takes, check, says, **more)
+    """A field of a record of settings; arguments as of ``RouterOption``, ``says`` is its help."""
+    row = RouterOption(default, takes, check, says, **more)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata={_ROW: row})
     return dataclasses.field(default=default, metadata={_ROW: row})
@@ -141,14 +141,14 @@ def switch(says: str) -> Any:
     return option(False, says=says)
 
 
-def options_of(record: type) -> Iterator[Option]:
+def options_of(record: type) -> Iterator[RouterOption]:
     """The options among the fields of a record, in their order."""
     for field in fields(record):
         if _ROW in field.metadata:
             yield field.metadata[_ROW].named(field.name)
 
 
-class Checked:
+class CheckedSettings:
     """A record of settings, each of which is checked by its row.
 
     Raises:

@@ -25,13 +25,13 @@ from multidict import CIMultiDict
 
 from pdconn.router.access.keys import ApiKeys, EngineKey
 from pdconn.router.access.tls import ServerTls
-from pdconn.router.admin.app import AdminApp
+from pdconn.router.admin.admin_app import AdminApp
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits_of_process
-from pdconn.router.admission.log import ServerLog
 from pdconn.router.admission.places import AdmissionQueue, BodyBudget, BodyReader
+from pdconn.router.admission.server_log import ServerLog
 from pdconn.router.app import RouterApp
 from pdconn.router.assembly import make_handover, make_router
 from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
@@ -166,9 +166,7 @@ async def _services(
     )
     feeds = EventFeeds(router.caches, computed=router.not_found)
     metrics.watch(router.caches, feeds.statuses, policy.name)
-    tries = EngineTries(
-        engines, health, metrics, config.times.most_tries, config.engines.decodes_alone
-    )
+    tries = EngineTries(engines, health, metrics, config.times.most_tries, alone)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
     warm_up = FleetWarmUp(
         engines, client, config.times.warm_up_s, partial(_send, handover), engine_key.authorization

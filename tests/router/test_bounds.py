@@ -9,10 +9,10 @@ import pytest
 
 from pdconn.router.events.tracker import Numbered, Tracker
 from pdconn.router.openai.requests import Direct
-from pdconn.router.prefix.events import Cleared, Removed, decode_batch
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.hashing import NOTHING
 from pdconn.router.prefix.index import MAX_PLANES, Index
+from pdconn.router.prefix.kv_events import Cleared, Removed, decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot
 from pdconn.router.routing.policy import TIE_TOKENS

@@ -15,7 +15,7 @@ import pytest
 from pdconn.router.config import OPTIONS, ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.sources import DnsName, Static, WatchedFile
-from pdconn.router.options import Option
+from pdconn.router.options import RouterOption
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.routing.policy import POLICIES, PrefixAware
 from pdconn.router.server import running_proxy
@@ -210,7 +210,7 @@ NONE_OF_THEM = {
 
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: row.flag)
 def test_every_option_of_the_table_reaches_its_setting_and_no_other(
-    row: Option, monkeypatch: pytest.MonkeyPatch
+    row: RouterOption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = [] if isinstance(row.default, bool) else ["7"]
     words = NONE_OF_THEM.get(row.name, plain)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
-from pdconn.router.admin import app as pages_module
+from pdconn.router.admin import admin_app as pages_module
 from pdconn.router.config import ProxyConfig
 from pdconn.router.server import running_proxy
 from tests.fakes.deployment import deployment

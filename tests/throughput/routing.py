@@ -24,9 +24,9 @@ from pathlib import Path
 
 import msgspec
 
-from pdconn.router.prefix.events import decode_batch
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
 from pdconn.tools.lab.table import table
 

@@ -14,8 +14,8 @@ import torch
 
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.subscriber import EventSource
-from pdconn.router.prefix.events import decode_batch
 from pdconn.router.prefix.hashing import NOTHING
+from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.store.format.layout import Layer, RowLayout, Section, StoreLayout
 from pdconn.store.format.names import Chain, RowKind, RowName
 from registration.references import AttentionKind

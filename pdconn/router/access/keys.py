@@ -48,7 +48,7 @@ class ApiKeys:
     def allow(self, authorization: str | None) -> bool:
         """Whether a header's value holds a key.
 
-        Every key is compared, and each as a digest, so that the time tells neither how much of a
+        Every key is compared, and each as a digest, so that the time shows neither how much of a
         key was right nor how long it is.
         """
         scheme, _, key = (authorization or "").partition(" ")

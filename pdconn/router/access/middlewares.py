@@ -25,7 +25,7 @@ from pdconn.router.errors import BadHead, MethodNotAllowed, NotFound, Refusal, U
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import KEY_HEADER, REQUEST_ID_HEADER, Route
-from pdconn.router.routing.routed_request import Ended, Guess, Passed, RoutedRequest
+from pdconn.router.routing.routed_request import Guess, Passed, RequestEnded, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 from transport.errors import shown
 
@@ -92,7 +92,7 @@ def _value(value: str | float | None) -> str:
 
 
 def logging_access(on_end: Callable[[RoutedRequest], object]) -> Middleware:
-    """A middleware that logs every request, and tells ``on_end`` of each that was routed.
+    """A middleware that logs every request, and calls ``on_end`` with each that was routed.
 
     It belongs around all others, so that it sees the status that the client gets.
     """
@@ -132,7 +132,7 @@ def _ended(
     routed, answer = served.routed, served.answer
     if routed is not None and served.end is not None:
         prompt_tokens = None if answer is None else answer.prompt_tokens
-        routed.note(Ended(served.end, status, prompt_tokens, at_s=now_s))
+        routed.note(RequestEnded(served.end, status, prompt_tokens, at_s=now_s))
         on_end(routed)
     level = logging.DEBUG if http.path in PROBES else logging.INFO  # they come every few seconds
     if log.isEnabledFor(level):

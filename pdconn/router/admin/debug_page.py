@@ -17,8 +17,8 @@ import msgspec
 from pdconn.router.admin.disguise import Disguise
 from pdconn.router.errors import NoPrompt, NotFound
 from pdconn.router.events.subscriber import Status
+from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.metrics import Load
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot

@@ -76,7 +76,7 @@ class RouterSample:
 class History:
     """The samples of one router.
 
-    ``boot`` tells a page that it looks at another router than before, whose samples begin anew.
+    ``boot`` differs between routers: a page that sees another one than before begins anew.
     """
 
     def __init__(

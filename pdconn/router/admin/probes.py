@@ -30,7 +30,7 @@ class Probes:
         self._draining = True
 
     def add_to(self, app: web.Application, *, name_engines: bool) -> None:
-        """Add the routes; ``name_engines``: whether ``/health`` tells addresses and reasons."""
+        """Add the routes; ``name_engines``: whether ``/health`` shows addresses and reasons."""
 
         async def report_health(http: web.Request) -> web.StreamResponse:
             del http

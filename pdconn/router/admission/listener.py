@@ -37,7 +37,7 @@ ADMIN_LIMITS = AdmissionLimits(connections=8, per_host=8, stalled=4, stall_s=10.
 _FILES_A_PLACE = 3
 """A client's connection, its engine's, and an idle one to the engine that it used before."""
 _FILES_UNKNOWN = 32
-"""Open files, where the system does not tell."""
+"""Open files, where the system does not say."""
 _TICK_S = 1.0
 
 
@@ -156,7 +156,7 @@ class AdmittingSite(web.BaseSite):
         """Return when a client waits in the backlog.
 
         ``loop.sock_accept`` loses the client that it has accepted when it is cancelled in that
-        moment: its socket stays open, and nobody answers.
+        moment: its socket stays open, and its client gets no answer.
         """
         loop = asyncio.get_running_loop()
         waits = asyncio.Event()

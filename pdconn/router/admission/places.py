@@ -34,7 +34,7 @@ class AdmissionQueue:
         max_requests: places.
         max_queue: requests that may wait for one.
         max_wait_s: how long each may.
-        waited: is told the seconds of each that has waited, served or not.
+        waited: is called with the seconds of each that has waited, served or not.
 
     Attributes:
         num_requests: places that are taken.

@@ -8,7 +8,7 @@
 
 ``Tracker`` decides; this module performs its effects.  When a connection breaks, its sockets are
 closed, so that everything read from a socket is from one run of the engine: before what was read
-is used, the socket's monitor tells whether the connection was still the same.  Each replay has a
+is used, the socket's monitor shows whether the connection was still the same.  Each replay has a
 socket of its own for the same reason: late answers to an earlier replay are never read.
 
 No message ends the task.  An exception of the sink does, and is logged.
@@ -30,9 +30,9 @@ from xxhash import xxh3_64_intdigest
 
 from pdconn.router.background import Background
 from pdconn.router.errors import BadSetting
-from pdconn.router.events.sockets import EventSockets, burst
+from pdconn.router.events.event_sockets import EventSockets, burst
 from pdconn.router.events.tracker import Apply, Effect, NeedReplay, Numbered, Reset, State, Tracker
-from pdconn.router.prefix.events import BadBatch, Batch, decode_batch
+from pdconn.router.prefix.kv_events import BadBatch, Batch, decode_batch
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +148,60 @@ def _no_answer() -> int | None:
     return None
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What has come of a source, and how late the last batch was, until when that counts."""
+
+    batches: int = 0
+    events: int = 0
+    undecodable: int = 0
+    malformed: int = 0
+    lag_s: float | None = None
+    lag_until_s: float = 0.0
+
+
+class _SilenceWatch:
+    """Notices an engine that is at work and publishes nothing; ``found`` is why."""
+
+    def __init__(self, computed: Callable[[], int | None], every_s: float) -> None:
+        self._computed, self._every_s = computed, every_s
+        self.at_s = 0.0
+        self.found: Silence | None = None
+        self._heard = False
+        self._unconnected = 0
+        self._computed_before: int | None = None
+
+    def put_off(self) -> None:
+        """Look again when ``every_s`` is over."""
+        self.at_s = time.monotonic() + self._every_s
+
+    def connected(self) -> None:
+        """The connection was made: what was seen before may be of another engine."""
+        self.found, self._heard, self._computed_before = None, False, None
+        self._unconnected = 0
+
+    def heard(self) -> None:
+        """A batch was applied."""
+        self.found, self._heard = None, True
+
+    def look(self, is_up: bool) -> Silence | None:
+        """What is found now, once."""
+        if time.monotonic() < self.at_s:
+            return None
+        self.put_off()
+        computed = self._computed()
+        if self.found is not None or computed is None or (is_up and self._heard):
+            return None
+        if not is_up:
+            self._unconnected += 1  # a second look, as the first may be at a busy moment
+            self.found = Silence.NOT_BOUND if self._unconnected > 1 else None
+        elif self._computed_before is None:
+            self._computed_before = computed
+        elif computed - self._computed_before >= SILENT_TOKENS:
+            self.found = Silence.NO_EVENTS
+        return self.found
+
+
 class Subscriber:
     """Receives the events of one source from ``start`` to ``close``.
 
@@ -174,20 +228,13 @@ class Subscriber:
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._source, self._sink, self._now = source, sink, now
-        self._computed, self._look_every_s = computed, look_every_s
-        self._look_at_s = 0.0
-        self._silent: Silence | None = None
-        self._heard = False
-        self._unconnected = 0
-        self._computed_before: int | None = None
+        self._silence = _SilenceWatch(computed, look_every_s)
         self._context = context
         self._silence_s = replay_silence_s
         self._task = Background(limit=1)
         self._tracker = Tracker()
         self._reported = State.AWAY
-        self._batches = self._events = self._undecodable = self._malformed = 0
-        self._lag_s: float | None = None
-        self._lag_until_s = 0.0
+        self._seen = _Seen()
 
     def start(self) -> None:
         """Start receiving; a second call has no effect."""
@@ -201,18 +248,18 @@ class Subscriber:
     @property
     def status(self) -> Status:
         """The source's state and counters."""
-        tracker = self._tracker
+        tracker, seen, silent = self._tracker, self._seen, self._silence.found
         return Status(
             state=tracker.state,
-            batches=self._batches,
-            events=self._events,
-            undecodable=self._undecodable,
-            malformed=self._malformed,
+            batches=seen.batches,
+            events=seen.events,
+            undecodable=seen.undecodable,
+            malformed=seen.malformed,
             gaps=tracker.gaps,
             replays=tracker.replays,
             restarts=tracker.restarts,
-            lag_s=self._lag_s if time.monotonic() < self._lag_until_s else None,
-            silent=None if self._silent is None else self._say(self._silent.why),
+            lag_s=seen.lag_s if time.monotonic() < seen.lag_until_s else None,
+            silent=None if silent is None else self._say(silent.why),
         )
 
     # --- the task -------------------------------------------------------------------------
@@ -237,9 +284,9 @@ class Subscriber:
 
     async def _serve(self, sockets: EventSockets) -> None:
         """Receive until the connection breaks."""
-        self._look_at_s = time.monotonic() + self._look_every_s
+        self._silence.put_off()
         while True:
-            await sockets.wait_readable(self._look_at_s)
+            await sockets.wait_readable(self._silence.at_s)
             # Read first and query the monitor second, so that nothing read here can be from a
             # connection that the monitor has not reported yet.
             published = await burst(sockets.live)
@@ -248,8 +295,7 @@ class Subscriber:
             if broken:
                 return
             if made:
-                self._silent, self._heard, self._computed_before = None, False, None
-                self._unconnected = 0
+                self._silence.connected()
                 await self._perform(self._tracker.connected(), sockets)
             for frames in published:
                 await self._published(frames, sockets)
@@ -260,21 +306,9 @@ class Subscriber:
 
     def _look(self, is_up: bool) -> None:
         """Log, once, that an engine is at work and nothing arrives from it."""
-        if time.monotonic() < self._look_at_s:
-            return
-        self._look_at_s = time.monotonic() + self._look_every_s
-        computed = self._computed()
-        if self._silent is not None or computed is None or (is_up and self._heard):
-            return
-        if not is_up:
-            self._unconnected += 1  # a second look, as the first may be at a busy moment
-            self._silent = Silence.NOT_BOUND if self._unconnected > 1 else None
-        elif self._computed_before is None:
-            self._computed_before = computed
-        elif computed - self._computed_before >= SILENT_TOKENS:
-            self._silent = Silence.NO_EVENTS
-        if self._silent is not None:
-            why, remedy = self._say(self._silent.why), self._say(self._silent.remedy)
+        silence = self._silence.look(is_up)
+        if silence is not None:
+            why, remedy = self._say(silence.why), self._say(silence.remedy)
             log.warning("pdconn: KV events: %s; %s %s", why, remedy, self._name)
 
     def _say(self, words: str) -> str:
@@ -284,13 +318,13 @@ class Subscriber:
     async def _published(self, frames: list[bytes], sockets: EventSockets) -> None:
         item = self._numbered(frames[1], frames[2]) if len(frames) == 3 else None
         if item is None:
-            self._malformed += 1
+            self._seen.malformed += 1
         else:
             await self._perform(self._tracker.live(item), sockets)
             # A batch that is replayed is old, and what a pod did last says nothing once it idles.
             if item.batch is not None:
-                self._lag_s = self._now() - item.batch.ts
-                self._lag_until_s = time.monotonic() + LAG_KEPT_S
+                self._seen.lag_s = self._now() - item.batch.ts
+                self._seen.lag_until_s = time.monotonic() + LAG_KEPT_S
 
     async def _answered(self, answers: list[list[bytes]], sockets: EventSockets) -> None:
         asked = sockets.replay
@@ -304,7 +338,7 @@ class Subscriber:
                     continue
                 item = self._numbered(frames[2], frames[3])
             if item is None:
-                self._malformed += 1
+                self._seen.malformed += 1
             else:
                 sockets.note_answer()  # malformed messages do not count as answers
                 await self._perform(self._tracker.replayed(item), sockets)
@@ -321,7 +355,7 @@ class Subscriber:
         try:
             batch = decode_batch(payload)
         except BadBatch as error:
-            self._malformed += 1
+            self._seen.malformed += 1
             log.debug("pdconn: KV events: malformed batch: %s %s", error, self._name)
         return Numbered(number, xxh3_64_intdigest(payload), batch, len(payload))
 
@@ -344,10 +378,10 @@ class Subscriber:
             sockets.close_replay()
 
     def _apply(self, batch: Batch) -> None:
-        self._silent, self._heard = None, True
-        self._batches += 1
-        self._events += len(batch.events)
-        self._undecodable += batch.num_undecodable
+        self._silence.heard()
+        self._seen.batches += 1
+        self._seen.events += len(batch.events)
+        self._seen.undecodable += batch.num_undecodable
         self._sink.apply(self._source, batch)
 
     def _report(self) -> None:

@@ -55,7 +55,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from pdconn.router.prefix.events import Batch, Cleared
+from pdconn.router.prefix.kv_events import Batch, Cleared
 
 #: Bounds of the live batches that wait for a replay (some minutes of a busy engine), and of
 #: their bytes.

@@ -1,7 +1,7 @@
 """HTTP requests to engines: one shared session, and two ways to fail.
 
 What the caller may do next depends on whether the engine can have seen the request, so the
-errors tell that:
+errors say that:
 
     ConnectFailed    there was no connection: the engine has not seen the request, and a
                      ticket in it is unused
@@ -35,7 +35,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from pdconn.router.errors import Busy
-from pdconn.router.fleet.sockets import EngineSockets
+from pdconn.router.fleet.engine_sockets import EngineSockets
 from pdconn.router.openai.requests import OF_THE_ANSWER, keep_end_to_end
 
 #: vLLM's server closes an idle connection after 5 s (``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``).  The router
@@ -97,7 +97,7 @@ class EngineAnswer:
         self.engine = engine
         self._response = response
         self._first_chunk: bytes | None = None
-        self._when_closed: Callable[[], object] = _nothing
+        self._when_closed: Callable[[BaseException | None], object] = _nothing
 
     @property
     def status(self) -> int:
@@ -146,18 +146,22 @@ class EngineAnswer:
         try:
             return await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            self.close()
-            raise ConnectionLost(reason_of(error)) from error
+            lost = ConnectionLost(reason_of(error))
+            self.close(lost)
+            raise lost from error
 
-    def when_closed(self, act: Callable[[], object]) -> None:
-        """Call ``act`` when the answer is closed; replaces an earlier ``act``."""
+    def when_closed(self, act: Callable[[BaseException | None], object]) -> None:
+        """Call ``act`` once the answer is closed, with the error that broke it off, if any."""
         self._when_closed = act
 
-    def close(self) -> None:
-        """Return the connection to the pool if the body was read to its end, else close it."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Return the connection to the pool if the body was read to its end, else close it.
+
+        ``error``: it is broken off by that.
+        """
         self._response.close()
         act, self._when_closed = self._when_closed, _nothing
-        act()
+        act(error)
 
     async def __aenter__(self) -> Self:
         return self
@@ -297,8 +301,8 @@ class EngineClient:
         await self._new.close()
 
 
-def _nothing() -> None:
-    pass
+def _nothing(error: BaseException | None) -> None:
+    del error
 
 
 async def _note_new(

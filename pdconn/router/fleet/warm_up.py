@@ -38,8 +38,8 @@ from pdconn.router.fleet.client import (
     ConnectionLost,
     EngineClient,
 )
+from pdconn.router.fleet.engine_page import parse_metrics
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.metrics import parse_metrics
 from pdconn.router.fleet.pull_counts import PullCounts
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.bodies import base_models, find_ticket, lend_params

@@ -16,7 +16,7 @@ there, but not in every state::
 * A ticket that no decode engine has seen is returned through one (``ticket_return``).
 * vLLM's HTTP server drops a request whose client left before the server read it, without
   telling the connector.  After ``PATIENCE_S``, or at the first byte of an answer, the engine
-  knows the request; closing then aborts it, and the engine tells the lender.
+  knows the request; closing then aborts it, and the engine reports it to the lender.
 
 The lease frees what none of this does.
 """

@@ -17,7 +17,6 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from pdconn.router.errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
 from pdconn.router.fleet.client import (
@@ -130,13 +129,17 @@ class Handover:
     async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """An answer as decided; None if another decision is needed."""
         ranking = decision.ranking
-        is_direct = request.body.direct is not None
-        if not is_direct and ranking.alone and ranking.decode:
+        # 1. No ticket can serve its body: decode gets it as it is.
+        if request.body.direct is not None:
+            request.note(WentDirect(request.body.direct))
+        # 2. Decode computes what it lacks of the prompt: it holds a prefix, or no prefill is up.
+        elif ranking.alone and ranking.decode:
             no_prefill = self.router.decodes_alone and not ranking.prefill
             request.note(WentDirect(Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD))
             return await self._decode_alone(request, ranking.decode[0].candidate)
-        request.note(WentDirect(request.body.direct))
-        if not is_direct:
+        # 3. Prefill lends it its blocks, refuses it, or fails: then decode computes, if it may.
+        else:
+            request.note(WentDirect(None))
             refusal = await self.prefill.ask(request, decision)
             if refusal is not None:
                 return refusal
@@ -216,7 +219,7 @@ class Handover:
                     if isinstance(error, IdleConnectionLost):
                         again.append(candidate)
                 continue
-            failure = await self._failure(request, candidate, answer)
+            failure = await self._failure(request, candidate, answer, began)
             if failure is None:
                 return answer
             failures.append(failure)
@@ -228,21 +231,21 @@ class Handover:
         raise self._none_left(*failures)
 
     async def _failure(
-        self, request: RoutedRequest, candidate: Candidate, answer: EngineAnswer
+        self, request: RoutedRequest, candidate: Candidate, answer: EngineAnswer, began: Began
     ) -> EngineFailure | None:
         """Note an answer; a failure if another engine is to be asked instead."""
         engine, status = candidate.engine, _status(answer)
-        first_byte_s = time.perf_counter()
+        at_s = time.perf_counter()
         failure = self.tries.refused_request(Role.DECODE, answer, status, request)
         if failure is None and await self.router.is_shorter(engine, status, request):
             failure = self.tries.too_short(Role.DECODE, engine, request)
         had_ticket = request.ticket is not None
         if status >= 400:
-            # vLLM tells the lender of most requests that it refuses, though not of
+            # vLLM reports to the lender most requests that it refuses, though not
             # those whose body it cannot read.  A second return has no effect.
             self.abandoned.give_back(request)
         is_good = failure is None or (had_ticket and not self.router.decodes_alone)
-        request.note(FirstByte(engine, is_good, at_s=first_byte_s))
+        request.note(FirstByte(engine, at_s - began.at_s, is_good, at_s=at_s))
         return None if is_good else failure
 
     def _spend_ticket(self, request: RoutedRequest) -> None:
@@ -265,21 +268,20 @@ class Handover:
             finish()
             request.note(Over(began, None if error is None else said(error)))
 
+        answer: EngineAnswer | None = None
         try:
             path = request.body.route.path
             answer = await self.client.post(
                 engine, path, body, headers, began.delivery, may_repeat=may_repeat(request.ticket)
             )
-        except BaseException as error:
-            closed(error)
-            raise
-        answer.when_closed(closed)
-        request.note(Learned(began, {"status": answer.status}))
-        try:
+            answer.when_closed(closed)
+            request.note(Learned(began, {"status": answer.status}))
             await answer.await_first()
         except BaseException as error:
-            answer.when_closed(partial(closed, error))
-            answer.close()
+            if answer is None:
+                closed(error)
+            else:
+                answer.close(error)  # without effect where the read that failed has closed it
             raise
         return answer
 

@@ -1,6 +1,6 @@
 """``GET /v1/models`` and ``/v1/models/NAME``: what the engines list, together.
 
-Asked when a client asks, with its key, so that nobody learns of models that engines would not tell.
+Asked when a client asks, with its key, so that no client learns of models that engines would hide.
 Each such question goes to every engine, so those of one client that come while one is under way
 share its answer, and few are under way at a time.
 """
@@ -148,9 +148,9 @@ class ListedModels:
                     raw = await _whole(answer)
                 if answer.status == _OK:
                     return _cards(raw)
-                told = answer.headers
-                told.popall("Content-Length", None)  # of a body that may have been cut
-                return Listing(raw, answer.status, told, engine)
+                headers = answer.headers
+                headers.popall("Content-Length", None)  # of a body that may have been cut
+                return Listing(raw, answer.status, headers, engine)
         except TimeoutError:
             error: ConnectFailed | ConnectionLost = EngineTimedOut(f"no list in {GIVE_UP_S:g} s")
         except (ConnectFailed, ConnectionLost) as failed:

@@ -15,6 +15,7 @@ from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnsw
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
 from pdconn.router.openai.passed import Asks
+from pdconn.router.routing.routed_request import said
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 
 _NOT_FOUND = 404
@@ -105,8 +106,10 @@ class PassThrough:
         headers = passing.headers
         span.inject(headers)
 
-        def closed() -> None:
+        def closed(error: BaseException | None) -> None:
             finish()
+            if error is not None:
+                span.fail(said(error))
             span.end()
 
         try:
@@ -115,8 +118,7 @@ class PassThrough:
             else:
                 answer = await client.post(engine, passing.path, passing.body, headers)
         except BaseException as error:
-            span.fail(f"{type(error).__name__}: {error}")
-            closed()
+            closed(error)
             raise
         answer.when_closed(closed)
         span.note(status=answer.status)

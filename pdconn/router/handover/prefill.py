@@ -177,11 +177,19 @@ class Prefill:
         self, request: RoutedRequest, decision: Decision, engine: str, answer: _Prefilled
     ) -> None:
         """Note the ticket and the reported cache hit, of which pulled tokens are a part."""
+        waited_s = request.waited_s()
         self.tries.engines.rests.answered(engine)
         request.ticket = find_ticket(answer.whole)
         usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
-        has_ticket = request.ticket is not None
-        request.note(Prefilled(engine, has_ticket, usage.cached, usage.prompt, has_borrowed))
+        event = Prefilled(
+            engine,
+            waited_s,
+            request.ticket is not None,
+            cached_tokens=usage.cached,
+            prompt_tokens=usage.prompt,
+            has_borrowed=has_borrowed,
+        )
+        request.note(event)
         if usage.cached is not None and not has_borrowed:
             self.router.prefill_reported(decision, engine, usage.cached)
         if request.ticket is None:

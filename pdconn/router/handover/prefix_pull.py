@@ -50,8 +50,8 @@ MOST_ASKED = 256
 """Holders that are asked at a time."""
 
 
-Came: TypeAlias = Raw | PullEnd
-"""From a holder: a ticket, or why there is none."""
+HolderAnswer: TypeAlias = Raw | PullEnd
+"""A ticket, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class PrefixPulls:
         asked = _asked(request, holder)
         if request.trace is not None:
             request.trace.inject(asked.headers)
-        answer: asyncio.Future[Came] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[HolderAnswer] = asyncio.get_running_loop().create_future()
         asking = self._ask(request.held, asked, holder, body, answer)
         if not self._asking.spawn(asking, "ask for a prefix"):
             return None
@@ -136,9 +136,9 @@ class PrefixPulls:
             async with asyncio.timeout(choice.patience_s):
                 came = await answer
         except TimeoutError:
-            came = _came(answer)  # which may have come in the same turn of the loop
+            came = _answer_by_now(answer)  # which may have come in the same turn of the loop
         except asyncio.CancelledError:
-            if isinstance(left := _came(answer), Raw):
+            if isinstance(left := _answer_by_now(answer), Raw):
                 self._tickets.give_back(asked, left)
             raise
         took_s = time.perf_counter() - began
@@ -155,10 +155,10 @@ class PrefixPulls:
         asked: RoutedRequest,
         holder: Holder,
         body: bytes,
-        answer: asyncio.Future[Came],
+        answer: asyncio.Future[HolderAnswer],
     ) -> None:
         over = self._planner.lending(holder.engine)
-        came: Came = PullEnd.FAILED
+        came: HolderAnswer = PullEnd.FAILED
         try:
             with held:  # the body is counted as long as this one, which is made of it
                 async with asyncio.timeout(GIVE_UP_S):
@@ -178,7 +178,7 @@ class PrefixPulls:
             elif isinstance(came, Raw):
                 self._tickets.give_back(asked, came)
 
-    async def _ticket_of(self, asked: RoutedRequest, holder: Holder, body: bytes) -> Came:
+    async def _ticket_of(self, asked: RoutedRequest, holder: Holder, body: bytes) -> HolderAnswer:
         path = Route.COMPLETIONS.path
         answer = await self._client.post(holder.engine, path, body, asked.headers)
         async with answer:
@@ -244,7 +244,7 @@ class PrefixPulls:
         request.note(Pulled(replace(request.pull, end=end)))
 
 
-def _came(answer: asyncio.Future[Came]) -> Came:
+def _answer_by_now(answer: asyncio.Future[HolderAnswer]) -> HolderAnswer:
     """What a holder has answered by now."""
     return answer.result() if answer.done() and not answer.cancelled() else PullEnd.LATE
 

@@ -24,7 +24,8 @@ from pdconn.router.openai.requests import REQUEST_ID_HEADER
 #: The engine that an answer comes from.
 ENGINE_HEADER = "X-Pdconn-Engine"
 
-#: nginx, and proxies that imitate it, hold an answer back until they have much of it, unless told.
+#: nginx, and proxies that imitate it, hold an answer back until they have much of it, unless this
+#: header says no.
 _BUFFERING = "X-Accel-Buffering"
 _EVENTS = "text/event-stream"
 
@@ -108,7 +109,7 @@ async def _at_once(
 def _break_off(http: web.Request) -> None:
     """Close the client's connection without the end of its answer.
 
-    The last chunk (or the missing part of Content-Length) tells a client that it has
+    The last chunk (or the missing part of Content-Length) is a client's sign that it has
     everything.  Without it the client sees an error, as it must.
     """
     if http.transport is not None:

@@ -214,11 +214,14 @@ class EngineTries:
         Raises:
             OutOfResources: it is our own fault, and another engine would not help.
         """
+        # 1. This process has no file descriptor left.
         if isinstance(error, OutOfResources):
             raise error
         self.metrics.retried(role, engine)
+        # 2. There is no connection: it is down until its /health answers.
         if isinstance(error, ConnectFailed):
             self.health.report_down(engine, str(error), request_id)
+        # 3. The connection broke: /health shows whether it is well.  One that is late may be busy.
         elif not isinstance(error, EngineTimedOut):
             self.health.suspect(engine, str(error), request_id)
             if not isinstance(error, _HARMLESS):
@@ -230,9 +233,11 @@ class EngineTries:
     ) -> EngineFailure | None:
         """What an answer of an engine means for it; a failure if another engine is to be asked."""
         engine = answer.engine
+        # 1. The answer is the client's, an error of its own too.
         if status not in ELSEWHERE:
             self.engines.rests.answered(engine)
             return None
+        # 2. "Not now" or "not I": another engine may do better, and this one gets fewer requests.
         self.metrics.retried(role, engine)
         why = f"answered {status}"
         if status >= INTERNAL_ERROR:

@@ -24,7 +24,7 @@ looks at what passes::
 
     data: {"choices": ...}         a token
     data: {"error": {...}}         it failed, as a client's mistake or an engine's: ``code``
-    data: [DONE]                   the client has everything, whoever closes the connection first
+    data: [DONE]                   the client has everything, also if the connection breaks now
 
 Each route has an end of its own (``message_stop``, ``response.completed``).  A JSON body is whole
 once ``Content-Length`` bytes have passed.  Only events that may hold one of these are decoded, and
@@ -135,7 +135,7 @@ def return_body(body: ParsedBody, ticket: Raw) -> bytes:
     """A request that makes decode return the ticket unused.
 
     It asks for a model that does not exist.  vLLM checks the name before all
-    else, and tells the connector of every refused request that held a ticket,
+    else, and reports every refused request that held a ticket to the connector,
     so that the lender frees its blocks: nothing is queued, pulled or computed,
     and a second return has no effect.  Where names are not checked
     (``VLLM_SKIP_MODEL_NAME_VALIDATION``) the same body is a request for one token:
@@ -204,7 +204,7 @@ def _prefill_fields(body: ParsedBody) -> dict[str, object]:
     if body.route in (Route.COMPLETIONS, Route.CHAT):
         fields["n"] = 1
     if body.route is Route.RESPONSES:
-        fields["store"] = False  # of one token, and for nobody
+        fields["store"] = False  # of one token, which is not read
     if body.route is Route.CHAT or "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
     return fields

@@ -1,7 +1,7 @@
 """What a form (``multipart/form-data``) may hold.  Pure.
 
 A form is taken apart at its boundary, and only heads of parts are looked at: what a file holds is
-nobody's business, though it may look like a head.  The engine parses the form again, with another
+not read, though it may look like a head.  The engine parses the form again, with another
 parser, so nothing is taken that two parsers could read in two ways::
 
     --B                                                   a delimiter

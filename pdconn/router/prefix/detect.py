@@ -20,7 +20,6 @@ import numpy as np
 from msgspec import Raw
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.events import Stored
 from pdconn.router.prefix.hashing import (
     ALGORITHMS,
     BadPrompt,
@@ -29,6 +28,7 @@ from pdconn.router.prefix.hashing import (
     chain,
     external,
 )
+from pdconn.router.prefix.kv_events import Stored
 
 MOST_PARTS = 1024
 """Hashed blocks in one of a group's, at most: bounds what an event can make us compute."""

@@ -20,7 +20,7 @@ pods hold it, of which 8 are for each plane and 64 pods
 
 vLLM keeps each block that it computed, also where it has one of the same hash: beside windows and
 states it often does, as a hit that they cut has it compute blocks of full attention again.  It
-tells of each copy, and of each that is evicted.  So copies on the GPU are counted, and a block is
+reports each copy, and each that is evicted.  So copies on the GPU are counted, and a block is
 held until the last one is gone.  In vLLM's ``full`` report mode an engine also repeats what it
 holds already, and then removes it once; for such engines ``counts_copies`` is switched off, since
 taking what is gone for held would draw prompts to an engine that has to compute them.
@@ -37,8 +37,8 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.events import Cleared, Event, Removed, Stored
 from pdconn.router.prefix.groups import KINDS, OUTSIDE, REMOTE, STORED, GroupSpec, Needs
+from pdconn.router.prefix.kv_events import Cleared, Event, Removed, Stored
 
 Words = NDArray[np.uint64]
 Plane = tuple[int | None, str]
@@ -66,7 +66,7 @@ class Pod:
         seen: groups that its events have named, described or not.
         copies: plane and slot of a block -> copies beside the first.
         row_tokens: a hit that stored blocks are needed for ends at a multiple of so many
-            tokens; None until one was told.
+            tokens; None until one was reported.
         num_blocks: blocks held, each once per plane.
         num_stored: of those, blocks in a store.
         unknown_removals: removals of blocks that it was not known to hold.
@@ -90,7 +90,7 @@ class Index:
 
     Args:
         max_blocks: bound of one pod's blocks, counted per plane.
-        eagle_groups: groups that EAGLE or MTP drafters read; events do not tell.
+        eagle_groups: groups that EAGLE or MTP drafters read; events do not say.
         counts_copies: an engine that stores a block again has another copy of it.
     """
 
@@ -367,7 +367,7 @@ def _take_one(copies: dict[tuple[Plane, int], int], key: tuple[Plane, int]) -> N
 
 
 def _held(event: Stored) -> Sequence[int]:
-    """The blocks that an event tells of and that the engine holds.
+    """The blocks that an event reports and that the engine holds.
 
     In the ``full`` report mode vLLM names every block of a hit, though of states it holds but
     the last.  What it stores for the first time it names without those that it skipped, so

@@ -26,10 +26,10 @@ from typing import Annotated
 
 import msgspec
 
-from pdconn.router.prefix.events import UNNAMED
 from pdconn.router.prefix.explain import Cut, explain, stored_blocks
 from pdconn.router.prefix.groups import KINDS, GroupSpec
 from pdconn.router.prefix.index import Index, Plane
+from pdconn.router.prefix.kv_events import UNNAMED
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
 from transport.errors import FieldError
 
@@ -181,7 +181,7 @@ def explain_snapshot(snapshot: Snapshot) -> dict[str, Explained]:
 def explain_all(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> dict[str, Explained]:
     """Every pod's hit, what cut it, and what it could pull.
 
-    Of pods that hold equally much the first one lends; what is in a store nobody lends.
+    Of pods that hold equally much the first one lends; what is in a store is not lent.
     """
     hits = Scorer(index, weights).score(prompt)
     found = {name: explained(index, prompt, name, hit) for name, hit in hits.items()}

@@ -115,25 +115,30 @@ class Chooser:
         without = "loading and computing take" if stored else "computing takes"
         without = f"{without} {otherwise_s:.3f} s"
         load_cost = load_s / token_s if token_s > 0 else 0.0
-        best = PullChoice(None, otherwise_s, otherwise_s, "nobody holds more", load_cost=load_cost)
+        best = PullChoice(
+            None, otherwise_s, otherwise_s, "no engine holds more", load_cost=load_cost
+        )
         for holder in holders:
             more = holder.tokens - held
+            # 1. It has nothing that the engine lacks.
             if holder.engine == engine or more <= 0:
                 continue
             pulling = self.pulling.of((holder.engine, engine), now)
             pull_s = max(0.0, pulling.at(more) - BOLD * pulling.doubt(more))
             seconds = pull_s + compute.at(num_tokens - holder.tokens)
-            why = self._why_not(holder, more)
-            if why is None and seconds > GAIN * otherwise_s:
-                why = f"would take {seconds:.3f} s, {without}"
-            if why is None and (best.holder is None or seconds < best.seconds):
-                told = f"{holder.engine} holds {more} tokens more: {seconds:.3f} s, {without}"
+            # 2. It may not lend now, or the pull would take longer than doing without.
+            against = self._why_not(holder, more)
+            if against is None and seconds > GAIN * otherwise_s:
+                against = f"would take {seconds:.3f} s, {without}"
+            # 3. The fastest of the others wins; without any, the last reason is kept.
+            if against is None and (best.holder is None or seconds < best.seconds):
+                gain = f"{holder.engine} holds {more} tokens more: {seconds:.3f} s, {without}"
                 cost = pull_s / token_s if token_s > 0 else 0.0
                 best = replace(
-                    best, holder=holder, seconds=seconds, why=told, saved=more, cost=cost
+                    best, holder=holder, seconds=seconds, why=gain, saved=more, cost=cost
                 )
-            elif best.holder is None and why is not None:
-                best = replace(best, why=f"{holder.engine} {why}")
+            elif best.holder is None and against is not None:
+                best = replace(best, why=f"{holder.engine} {against}")
         return best
 
     def _why_not(self, holder: Holder, more: int) -> str | None:

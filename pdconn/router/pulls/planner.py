@@ -31,7 +31,7 @@ use not for the same prefill engine."""
 NEW = 4
 """An engine that was seen computing less often is new: what is known of it changes much,"""
 MOST_EARLY = 32
-"""so that this many pulls by it are kept, to tell anew what of them was pulling."""
+"""so that this many pulls by it are kept, to work out anew what of them was pulling."""
 
 
 @dataclass(frozen=True, slots=True)

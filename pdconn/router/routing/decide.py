@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
+from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.metrics import Load
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import asking, count_ids, text
 from pdconn.router.prefix.hashing import BadInput

@@ -1,17 +1,17 @@
 """Which engines serve a request's model, by what they list (``GET /v1/models``).
 
 Where the lists of engines differ a request goes to those that serve its model, and an engine that
-has not told of its models gets none.  Where all list the same, as they mostly do, names are the
+has not listed its models gets none.  Where all list the same, as they mostly do, names are the
 engines' to judge.  Where the lengths of one model differ the longest prompt of any counts: what
 none of them takes is refused here.
 
 With whose key engines are asked:
 
 1. the router's own, if it has one (``--engine-key-file``): one list for all;
-2. otherwise with none: what an engine tells everybody is one list for all, too;
+2. otherwise with none: what an engine lists without a key is one list for all, too;
 3. an engine that refuses that is asked with the client's key, and what it lists then is used for
    requests with that key alone.  So a client with a wrong key spoils no other's list, and no
-   client learns what an engine told another.
+   client learns what an engine listed to another.
 
 A client whose key is refused has no list: its request goes to an engine, which refuses it.
 """
@@ -61,13 +61,13 @@ class ModelView:
     """The models that one client may know of.
 
     Attributes:
-        cards: of the engines that have told of theirs.
-        is_told: whether names in it may be told to the client; else engines judge names.
+        cards: of the engines that have listed theirs.
+        is_shown: whether the client may read names in it; else engines judge names.
         differ: whether engines list different models.
     """
 
     cards: Cards
-    is_told: bool = True
+    is_shown: bool = True
     differ: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class ModelView:
         if len(found) == 1:
             return found[0]
         listed = f"one of {', '.join(found)[:MOST_SHOWN]}"
-        raise BadBody("model", listed if found and self.is_told else "a model's name", "nothing")
+        raise BadBody("model", listed if found and self.is_shown else "a model's name", "nothing")
 
     def adapter_path(self, model: str | None) -> str | None:
         """Where the adapter of this name comes from; None if it is none."""
@@ -96,11 +96,11 @@ class ModelView:
         return next((card.root for card in cards if card and card.parent and card.root), None)
 
     def max_tokens_at(self, engine: str, model: str | None) -> int | None:
-        """Tokens of the longest prompt and its answer that one engine takes, if it tells."""
+        """Tokens of the longest prompt and its answer that one engine takes, if it says so."""
         return _max_tokens(self.cards.get(engine, {}), model)
 
     def max_tokens(self, model: str | None) -> int | None:
-        """Tokens of the longest prompt and its answer that any engine takes, if they tell."""
+        """Tokens of the longest prompt and its answer that any engine takes, if they say so."""
         found = [_max_tokens(cards, model) for cards in self.cards.values()]
         return max((one for one in found if one is not None), default=None)
 
@@ -157,9 +157,9 @@ class ModelList:
         among: frozenset[str],
         waits: bool = False,
     ) -> None:
-        """Ask engines, unless they are being asked; ``among``: all that are to tell.
+        """Ask engines, unless they are being asked; ``among``: all that are to list theirs.
 
-        Waits only for engines that were never asked, or if told to, and only for half of the
+        Waits only for engines that were never asked, or with ``waits``, and only for half of the
         time-out.
         """
         self.asked_at = asyncio.get_running_loop().time()
@@ -179,16 +179,16 @@ class ModelList:
         order = list(names)
         found = await asyncio.gather(*(self._cards_of(name, headers) for name in order))
         answers = dict(zip(order, found, strict=True))
-        told = {name: one for name, one in answers.items() if isinstance(one, dict)}
+        listed = {name: one for name, one in answers.items() if isinstance(one, dict)}
         self.refused = frozenset(
             name for name, one in answers.items() if isinstance(one, KeyRefused)
         )
-        known = {**self.cards, **told}
+        known = {**self.cards, **listed}
         self.cards = {name: one for name, one in known.items() if name not in self.refused}
         self._asked |= names
         self.rounds += 1
         now = asyncio.get_running_loop().time()
-        is_complete = among <= told.keys() | self.refused
+        is_complete = among <= listed.keys() | self.refused
         self._until = now + (MODELS_FOR_S if is_complete else self._timeout_s)
 
     def keep(self, engines: frozenset[str]) -> None:
@@ -252,7 +252,7 @@ class ModelCatalog:
         ask: how.
         timeout_s: for an answer, and until the next try after one that failed.
         authorization: with the router's own key.
-        is_told: whether clients may be told of the list that was got with that key.
+        is_shown: whether clients may read the list that was got with that key.
     """
 
     def __init__(
@@ -262,13 +262,13 @@ class ModelCatalog:
         timeout_s: float,
         authorization: Authorization = lambda: None,
         *,
-        is_told: bool = True,
+        is_shown: bool = True,
     ) -> None:
         self._engines = engines
         self._ask = ask
         self._timeout_s = timeout_s
         self._authorization = authorization
-        self._is_told = is_told
+        self._is_shown = is_shown
         self._shared = ModelList(ask, timeout_s)
         self._view = ModelView({})
         self._view_of = -1
@@ -297,7 +297,7 @@ class ModelCatalog:
         await self._update(self._shared, live, _with_key(headers, key), fleet, again=again)
         refusing = [] if key is not None else [n for n in live if n in self._shared.refused]
         if not refusing or "Authorization" not in headers:
-            return self._shared_view(is_told=key is None or self._is_told)
+            return self._shared_view(is_shown=key is None or self._is_shown)
         mine = self._list_of(headers["Authorization"])
         await self._update(mine.models, refusing, headers, self._shared.refused, again=again)
         return mine.view(self._shared)
@@ -316,9 +316,9 @@ class ModelCatalog:
         if not models.is_fresh() or (again and age_s >= UNKNOWN_AGAIN_S):
             await models.refresh(engines, headers, among=among, waits=again)
 
-    def _shared_view(self, *, is_told: bool) -> ModelView:
-        if self._view_of != self._shared.rounds or self._view.is_told != is_told:
-            self._view = ModelView(self._shared.cards, is_told)
+    def _shared_view(self, *, is_shown: bool) -> ModelView:
+        if self._view_of != self._shared.rounds or self._view.is_shown != is_shown:
+            self._view = ModelView(self._shared.cards, is_shown)
             self._view_of = self._shared.rounds
         return self._view
 
@@ -365,7 +365,7 @@ class ModelCatalog:
     async def serving(
         self, model: Callable[[], str | None], headers: CIMultiDict[str]
     ) -> frozenset[str] | None:
-        """The engines that serve a model; None where all serve the same, or none has told.
+        """The engines that serve a model; None where all serve the same, or none has listed any.
 
         ``model`` reads the name from the request, and is not called where all serve the same.
 
@@ -385,7 +385,7 @@ class ModelCatalog:
             found = view.serving(name)
         if found:
             return found
-        if view.is_told:
+        if view.is_shown:
             raise UnknownModel(name)
         return None
 

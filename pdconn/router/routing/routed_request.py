@@ -4,7 +4,7 @@
 
     client ──► app ──► decide ──► handover ──► stream ──► client
                RoutedRequest ───────────────────────►
-               Received  Began, Decided, Prefilled, Began, FirstByte, Passed ... Ended
+               Received  Began, Decided, Prefilled, Began, FirstByte, Passed ... RequestEnded
 
     receive ─► route ─► borrow ─► prefill ─► decode ─► stream         the page's waterfall
     its body            a prefix  until the  until its  until its
@@ -148,6 +148,7 @@ class Prefilled(Event):
 
     Attributes:
         engine: which.
+        waited_s: since it was asked.
         has_ticket: with a ticket.
         cached_tokens: prompt tokens that it reports as cached, if it does.
         prompt_tokens: as it counts them, if it does.
@@ -155,17 +156,27 @@ class Prefilled(Event):
     """
 
     engine: str
+    waited_s: float
     has_ticket: bool
-    cached_tokens: int | None
-    prompt_tokens: int | None
-    has_borrowed: bool
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    has_borrowed: bool = False
+
+    @property
+    def ticket_s(self) -> float | None:
+        """How long the ticket took."""
+        return self.waited_s if self.has_ticket else None
 
 
 @dataclass(frozen=True, slots=True)
 class FirstByte(Event):
-    """The answer of a decode engine has begun; ``is_good``: no other engine is asked instead."""
+    """The answer of a decode engine has begun; ``is_good``: no other engine is asked instead.
+
+    ``waited_s``: since it was asked.
+    """
 
     engine: str
+    waited_s: float
     is_good: bool
 
 
@@ -197,7 +208,7 @@ class FirstToken(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Event):
+class RequestEnded(Event):
     """The client has its answer, or will not get one.
 
     ``prompt_tokens``: as the answer counts them, if it does.
@@ -211,7 +222,7 @@ class Ended(Event):
 E = TypeVar("E", bound=Event)
 
 
-class Watcher(Protocol):
+class EventWatcher(Protocol):
     """Is shown what happens to requests, as it happens."""
 
     kinds: ClassVar[frozenset[type[Event]]]
@@ -222,7 +233,7 @@ class Watcher(Protocol):
         ...
 
 
-class Trace(Watcher, Protocol):
+class Trace(EventWatcher, Protocol):
     """A watcher that makes spans of events."""
 
     def inject(self, headers: CIMultiDict[str]) -> None:
@@ -254,6 +265,7 @@ class RoutedRequest:
         refusal: the last answer of an engine that refused it, for want of a better one.
         events: what has happened to it, in order.  Only appended to, by ``note``.
         watchers: are shown each event.
+        known: what so many events say, so that it is not read from them twice.
     """
 
     request_id: str
@@ -266,7 +278,8 @@ class RoutedRequest:
     ticket: Raw | None = None
     refusal: EngineAnswer | None = None
     events: list[Event] = field(default_factory=lambda: [Received(time.perf_counter())])
-    watchers: tuple[Watcher, ...] = ()
+    watchers: tuple[EventWatcher, ...] = ()
+    known: tuple[int, Outcome] = field(default_factory=lambda: (0, PENDING))
 
     def __post_init__(self) -> None:
         if self.trace is not None:
@@ -350,7 +363,7 @@ class RoutedRequest:
 
     @property
     def client_left(self) -> bool:
-        """Whether no other engine is asked, since nobody reads the answer."""
+        """Whether no other engine is asked, since the answer has no reader."""
         return self.last(ClientLeft) is not None
 
     @property
@@ -385,7 +398,11 @@ class RoutedRequest:
 
     def outcome(self) -> Outcome:
         """How the request ended, as far as it has."""
-        return outcome_of(self.events)
+        known, outcome = self.known
+        if known < len(self.events):  # else nothing has happened since
+            outcome = outcome_of(self.events)
+            self.known = len(self.events), outcome
+        return outcome
 
     @property
     def counted_tokens(self) -> int | Guess | None:
@@ -424,8 +441,8 @@ class Outcome:
         end: how it ended; None while it is under way.
         total_s: from the request's arrival until its end.
         pull: what prefill pulled from another engine, or tried to.
-        steps: what it waited for, one after another.
         prompt_tokens: as an engine counted them.
+        events: that say so.
     """
 
     status: int | None = None
@@ -437,35 +454,42 @@ class Outcome:
     end: RequestEnd | None = None
     total_s: float | None = None
     pull: PrefixPull | None = None
-    steps: tuple[Step, ...] = ()
     prompt_tokens: int | None = None
+    events: tuple[Event, ...] = ()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What it waited for, one after another."""
+        return steps_of(self.events) if self.events else ()
 
 
 def outcome_of(events: Sequence[Event]) -> Outcome:
-    """How a request ended, as far as it has, by its events."""
-    asked_s, known = 0.0, dict[str, Any]()
-    for event in events:
-        match event:
-            case Began(step=step) if step in _ASKS:
-                asked_s = event.at_s
-            case Pulled(pull=pull):
-                known["pull"] = pull
-            case Prefilled():
-                known |= {"prefill": event.engine, "cached_tokens": event.cached_tokens}
-                known |= {"prompt_tokens": event.prompt_tokens}
-                known |= {"ticket_s": event.at_s - asked_s if event.has_ticket else None}
-            case WentDirect(reason=Direct.TICKET_SPENT):
-                known["ticket_s"] = None
-            case FirstByte(engine=engine):
-                known |= {"decode": engine, "first_byte_s": event.at_s - asked_s}
-            case Passed(status=status) if "end" not in known:
-                known["status"] = status
-            case Ended():
-                known |= {"end": event.end, "status": event.status}
-                known["total_s"] = event.at_s - _arrived_s(events)
-                if event.prompt_tokens is not None:
-                    known["prompt_tokens"] = event.prompt_tokens
-    return Outcome(**known, steps=steps_of(events))
+    """How a request ended, as far as it has: what the last event of each kind says."""
+    last: dict[type[Event], Any] = {type(event): event for event in events}
+    prefilled: Prefilled | None = last.get(Prefilled)
+    direct: WentDirect | None = last.get(WentDirect)
+    first_byte: FirstByte | None = last.get(FirstByte)
+    passed: Passed | None = last.get(Passed)
+    pulled: Pulled | None = last.get(Pulled)
+    ended: RequestEnded | None = last.get(RequestEnded)
+    is_spent = direct is not None and direct.reason is Direct.TICKET_SPENT
+    counted = None if ended is None else ended.prompt_tokens
+    if prefilled is not None and counted is None:
+        counted = prefilled.prompt_tokens
+    return Outcome(
+        # An answer that came after the end went to no client.
+        status=ended.status if ended is not None else None if passed is None else passed.status,
+        prefill=None if prefilled is None else prefilled.engine,
+        decode=None if first_byte is None else first_byte.engine,
+        cached_tokens=None if prefilled is None else prefilled.cached_tokens,
+        ticket_s=None if prefilled is None or is_spent else prefilled.ticket_s,
+        first_byte_s=None if first_byte is None else first_byte.waited_s,
+        end=None if ended is None else ended.end,
+        total_s=None if ended is None else ended.at_s - _arrived_s(events),
+        pull=None if pulled is None else pulled.pull,
+        prompt_tokens=counted,
+        events=tuple(events),
+    )
 
 
 def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
@@ -484,7 +508,7 @@ def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
                 answered_s[len(asked) - 1] = event.at_s
             case Pulled():
                 borrowed_s.setdefault(len(asked) - 1, event.at_s)
-            case Ended():
+            case RequestEnded():
                 ended_s = event.at_s
     arrived_s = _arrived_s(events)
 
@@ -516,7 +540,7 @@ def _arrived_s(events: Sequence[Event]) -> float:
     return first.arrived_s if isinstance(first, Received) else first.at_s
 
 
-PENDING = Outcome()
+PENDING: Outcome = Outcome()
 """Of a request that has not ended."""
 
 Logged = tuple[Decision, Outcome]

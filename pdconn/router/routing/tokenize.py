@@ -97,7 +97,7 @@ class Tokeniser:
         engines: those to ask.
         client: how to ask them.
         timeout_s, most_tokens, max_nbytes: bounds; see the constants.
-        authorization, tells_models: as ``ModelCatalog`` has them.
+        authorization, shows_models: as ``ModelCatalog`` has them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Tokeniser:
         most_tokens: int = MOST_TOKENS,
         max_nbytes: int = MAX_NBYTES,
         authorization: Authorization = lambda: None,
-        tells_models: bool = True,
+        shows_models: bool = True,
     ) -> None:
         self._engines = engines
         self._client = client
@@ -118,7 +118,7 @@ class Tokeniser:
         self._max_nbytes = max_nbytes
         self._turn = 0
         self.models = ModelCatalog(
-            engines, self._ask, timeout_s, authorization, is_told=tells_models
+            engines, self._ask, timeout_s, authorization, is_shown=shows_models
         )
 
     async def tokenise(self, request: RoutedRequest) -> Tokenised:

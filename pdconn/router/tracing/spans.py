@@ -28,6 +28,7 @@ from pdconn.router.routing.routed_request import (
     Over,
     RoutedRequest,
     StepKind,
+    said,
 )
 
 Value = str | int | float | bool
@@ -60,7 +61,7 @@ class Span:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(said(error))
         self.end()
 
 
@@ -102,10 +103,10 @@ class RequestSpans:
                     alone=decision.ranking.alone,
                     without_lookup=decision.unknown,
                 )
-            case FirstByte():
+            case FirstByte(waited_s=waited_s):
                 asked = request.asked
                 assert asked is not None  # it answers
-                self._open[asked].note(first_byte_seconds=event.at_s - asked.at_s)
+                self._open[asked].note(first_byte_seconds=waited_s)
             case Over(began=began, error=error):
                 span = self._open.pop(began)
                 if error is not None:

@@ -224,8 +224,9 @@ def test_the_routers_command_is_one_and_finds_engines_by_name(
 ) -> None:
     (container,) = router(default)["containers"]
     config = proxy_config(container["args"], monkeypatch)
-    assert (config.listen.host, config.listen.port, config.listen.admin_port) == ("0.0.0.0", 8000, 9000)
-    for role, words in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+    listen, engines = config.listen, config.engines
+    assert (listen.host, listen.port, listen.admin_port) == ("0.0.0.0", 8000, 9000)
+    for role, words in ((Role.PREFILL, engines.prefill), (Role.DECODE, engines.decode)):
         (word,) = words
         assert isinstance(parse_source("--engine", word, [role]), DnsName)
         member = parse_member("", word.removeprefix("dns+"), [role])

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdconn.router.events.subscriber import EventSource, Status, Subscriber
 from pdconn.router.events.tracker import State
-from pdconn.router.prefix.events import Batch, Cleared, Removed, Stored
+from pdconn.router.prefix.kv_events import Batch, Cleared, Removed, Stored
 from tests.router.events.publisher import Publisher, two_ports
 
 PATIENCE_S = 20.0

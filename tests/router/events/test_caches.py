@@ -12,8 +12,8 @@ from msgspec import Raw
 from pdconn.router.events.caches import TRIES, Feed, PrefixCaches, RankHit, pod_name
 from pdconn.router.events.subscriber import EventSource, Status
 from pdconn.router.events.tracker import State
-from pdconn.router.prefix.events import Batch, Cleared, Event, Removed, Stored
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
+from pdconn.router.prefix.kv_events import Batch, Cleared, Event, Removed, Stored
 
 CBOR = HashScheme("sha256_cbor", 16)
 PICKLE = HashScheme("sha256", 32)

@@ -12,7 +12,7 @@ import zmq.asyncio
 from pdconn.router.errors import BadSetting
 from pdconn.router.events.subscriber import EventSource, Status, Subscriber
 from pdconn.router.events.tracker import ResetReason, State
-from pdconn.router.prefix.events import Batch
+from pdconn.router.prefix.kv_events import Batch
 from tests.router.events.publisher import END, Publisher, two_ports
 from tests.router.events.rig import Recorder, rig, run, source
 
@@ -295,7 +295,7 @@ def test_an_idle_pod_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
             await made.publisher.store(3)
             await made.sink.blocks_are(1, 2, 3)
             assert made.subscriber.status.lag_s == 99.0
-            monkeypatch.setattr(made.subscriber, "_lag_until_s", 0.0)
+            monkeypatch.setattr(made.subscriber._seen, "lag_until_s", 0.0)
             assert made.subscriber.status.lag_s is None
             await made.publisher.store(4)
             await made.sink.blocks_are(1, 2, 3, 4)

@@ -22,7 +22,7 @@ from pdconn.router.events.tracker import (
     State,
     Tracker,
 )
-from pdconn.router.prefix.events import Batch, Cleared, Event, Removed, Stored
+from pdconn.router.prefix.kv_events import Batch, Cleared, Event, Removed, Stored
 
 
 def stored(block: int) -> Event:

@@ -18,7 +18,7 @@ from pdconn.router.fleet.client import (
     EngineClient,
     IdleConnectionLost,
 )
-from pdconn.router.fleet.sockets import Acknowledged, EngineSockets, acknowledged
+from pdconn.router.fleet.engine_sockets import Acknowledged, EngineSockets, acknowledged
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, FakeEngine

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pdconn.router.fleet import loads
-from pdconn.router.fleet.metrics import parse_metrics
+from pdconn.router.fleet.engine_page import parse_metrics
 from pdconn.router.fleet.pull_counts import (
     FAILED,
     PULL_CAUSES,

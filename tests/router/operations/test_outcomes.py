@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdconn.router.admin import app as pages
+from pdconn.router.admin import admin_app as pages
 from pdconn.router.server import Limits
 from tests.fakes.deployment import Deployment, deployment, leave
 from tests.fakes.event_loop import in_loop, until

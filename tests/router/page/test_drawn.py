@@ -10,7 +10,7 @@ from html import unescape
 import pytest
 from aiohttp import web
 
-from pdconn.router.admin import app as pages_module
+from pdconn.router.admin import admin_app as pages_module
 from tests.fakes.event_loop import in_loop
 from tests.router.page.browser import CHROMIUM, seen, served
 from tests.router.page.fleet import EVIL, STRANGE, fleet, send_three

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from pdconn.router.admin.history import MOST_NAMES, MOST_SAMPLES, History, _quantile_ms
 from pdconn.router.exposition import render
-from pdconn.router.fleet.metrics import Load
+from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.pull_counts import RecentPulls
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.labels import RequestEnd
@@ -22,7 +22,6 @@ from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.pulls.pull import PrefixPull
 from pdconn.router.routing.routed_request import (
     Began,
-    Ended,
     Event,
     FirstByte,
     Outcome,
@@ -30,6 +29,7 @@ from pdconn.router.routing.routed_request import (
     Prefilled,
     Pulled,
     Received,
+    RequestEnded,
     StepKind,
     WentDirect,
     outcome_of,
@@ -171,15 +171,15 @@ def asked(step: StepKind, at_s: float) -> Event:
 
 
 def prefilled(at_s: float) -> Event:
-    return Prefilled("p", True, None, None, False, at_s=at_s)
+    return Prefilled("p", 1.0, True, at_s=at_s)
 
 
 def first_byte(at_s: float) -> Event:
-    return FirstByte("d", True, at_s=at_s)
+    return FirstByte("d", 2.0, True, at_s=at_s)
 
 
 def ended(at_s: float) -> Event:
-    return Ended(RequestEnd.OK, 200, at_s=at_s)
+    return RequestEnded(RequestEnd.OK, 200, at_s=at_s)
 
 
 def steps(arrived_s: float, received_s: float, *events: Event) -> list[tuple[Any, ...]]:
@@ -213,7 +213,7 @@ def test_an_engine_that_did_not_answer_has_a_failed_step():
 
 def test_an_engine_that_fails_after_one_that_refused_has_not_answered():
     """The answer of the first was read as the second's: decode and stream, and none failed."""
-    refused = FirstByte("d", False, at_s=2.5)
+    refused = FirstByte("d", 0.5, False, at_s=2.5)
     found = steps(0.0, 0.0, asked(DECODE, 2.0), refused, asked(DECODE, 3.0), ended(4.0))
     assert found[2:] == [("decode", 2.0, 3.0, True), ("decode", 3.0, 4.0, True)]
 
@@ -260,5 +260,5 @@ def test_a_spent_ticket_was_none():
     spent = outcome_of([*asks, WentDirect(Direct.TICKET_SPENT), first_byte(6.0), ended(9.0)])
     assert (spent.ticket_s, spent.prefill) == (None, "p")
     assert (spent.decode, spent.first_byte_s, spent.total_s) == ("d", 2.0, 9.0)
-    late = outcome_of([*asks, Ended(RequestEnd.CLIENT_LEFT, None, at_s=5.0), Passed(200)])
+    late = outcome_of([*asks, RequestEnded(RequestEnd.CLIENT_LEFT, None, at_s=5.0), Passed(200)])
     assert (late.status, late.end) == (None, RequestEnd.CLIENT_LEFT)

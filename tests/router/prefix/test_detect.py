@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from pdconn.router.prefix.detect import MOST_PARTS, detect
-from pdconn.router.prefix.events import Stored
 from pdconn.router.prefix.hashing import HashScheme
+from pdconn.router.prefix.kv_events import Stored
 
 # What a block's hash is, written once more and plainly.
 HASHES: dict[str, Callable[[Any], bytes]] = {

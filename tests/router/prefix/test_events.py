@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdconn.router.prefix import events as wire
-from pdconn.router.prefix.events import (
+from pdconn.router.prefix import kv_events as wire
+from pdconn.router.prefix.groups import REMOTE
+from pdconn.router.prefix.kv_events import (
     UNNAMED,
     BadBatch,
     Batch,
@@ -20,7 +21,6 @@ from pdconn.router.prefix.events import (
     Stored,
     decode_batch,
 )
-from pdconn.router.prefix.groups import REMOTE
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 
 encode = msgspec.msgpack.encode

@@ -8,9 +8,9 @@ import tracemalloc
 import numpy as np
 
 from pdconn.router.prefix.ends import covered
-from pdconn.router.prefix.events import MAX_BLOCK_TOKENS
 from pdconn.router.prefix.groups import STORED, GroupSpec
 from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.kv_events import MAX_BLOCK_TOKENS
 from pdconn.router.prefix.score import Prompt, Scorer
 
 BLOCK = 16

@@ -36,11 +36,11 @@ def test_a_fast_link_is_taken() -> None:
     ("made", "held", "holder", "why"),
     [
         (chooser(1e-3), 0, {}, "would take"),
-        (chooser(), 3200, {}, "nobody holds more"),
+        (chooser(), 3200, {}, "no engine holds more"),
         (chooser(), 3100, {}, "holds 100 tokens more, of at least 512"),
         (chooser(), 0, {"num_lent": 4}, "lends to 4 already"),
         (chooser(), 0, {"num_waiting": 1}, "1 requests waiting"),
-        (chooser(), 0, {"engine": "prefill"}, "nobody holds more"),
+        (chooser(), 0, {"engine": "prefill"}, "no engine holds more"),
         (chooser(floor=4000), 0, {}, "of at least 4000"),
     ],
 )

@@ -5,6 +5,7 @@ Engines are fake; each exports a span of its own below what ``traceparent`` name
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import sys
@@ -15,7 +16,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
@@ -24,7 +27,7 @@ from pdconn.router.errors import BadSetting
 from pdconn.router.tracing.otel import OtelTracing
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.event_loop import in_loop, until
-from tests.fakes.fake_engine import ANSWER, FakeEngine, error, hang, reset
+from tests.fakes.fake_engine import ANSWER, FakeEngine, Seen, die_in_stream, error, hang, reset
 from tests.router.openai.test_passed import answers
 from tests.router.pulls.pulling import held_by_decode, pulling
 from tests.router.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, receiving
@@ -203,6 +206,48 @@ async def test_every_engine_that_is_tried_has_a_span_and_those_that_fail_say_so(
         assert [span.failed for span in spans] == [True, False]
         assert [span.attributes["server.address"] for span in spans] == engines
     assert not traces.one("POST /v1/completions").failed
+
+
+async def only_a_head(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+    """A script: the engine dies after the head of its answer."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(http)
+    await asyncio.sleep(0.02)
+    return await reset(engine, seen, http)
+
+
+@in_loop
+async def test_a_span_whose_answer_has_a_head_and_no_body_has_failed(
+    receiver: OtlpReceiver,
+) -> None:
+    """Its connection was closed by the read that failed, and so its span ended as a good one."""
+    async with traced_deployment(receiver, num_decode=2) as (d, traces):
+        d.decode[0].script = only_a_head
+        assert (await d.complete()).body == ANSWER
+    spans = sorted(traces.all("decode"), key=lambda span: span.began_ns)
+    assert [span.failed for span in spans] == [True, False]
+    assert [span.attributes["http.response.status_code"] for span in spans] == [200, 200]
+
+
+class _Half(web.StreamResponse):
+    """An answer whose engine dies in the middle of it."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        await self.write(b"half")
+        await asyncio.sleep(0.02)
+        self._req.transport.abort()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@in_loop
+async def test_a_span_whose_answer_breaks_off_has_failed(receiver: OtlpReceiver, path: str) -> None:
+    async with traced_deployment(receiver) as (d, traces):
+        for engine in (*d.prefill, *d.decode):
+            engine.other = lambda seen: _Half()
+        d.decode[0].script = die_in_stream
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await d.complete(path)
+    assert traces.one("decode" if path == "/v1/completions" else "pass").failed
 
 
 @in_loop

@@ -11,9 +11,9 @@ from typing import Any
 
 from pdconn.router.config import OPTIONS, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
-from pdconn.router.options import Option, Unfit
+from pdconn.router.options import RouterOption, Unfit
 from pdconn.tools.cli.logs import FORMATS, fail, log_to_stderr
-from pdconn.tools.cli.proxy.text import EPILOG
+from pdconn.tools.cli.proxy.epilog import EPILOG
 from pdconn.tools.cli.serving import Events, serve
 
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _arguments(row: Option) -> dict[str, Any]:
+def _arguments(row: RouterOption) -> dict[str, Any]:
     """What ``add_argument`` takes beside the flag."""
     known: dict[str, Any] = {"dest": row.name, "help": row.explained}
     if isinstance(row.default, bool):
@@ -53,7 +53,7 @@ def _arguments(row: Option) -> dict[str, Any]:
     return {**known, "default": row.default}
 
 
-def _parsing(row: Option) -> Callable[[str], Any]:
+def _parsing(row: RouterOption) -> Callable[[str], Any]:
     if row.parse in (int, float, str):  # argparse has its own words for these
         return row.parse
 

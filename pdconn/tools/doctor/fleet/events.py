@@ -19,8 +19,8 @@ import zmq
 
 from pdconn.router.fleet.member import EventEndpoints, Member
 from pdconn.router.prefix.detect import can_tell, detect
-from pdconn.router.prefix.events import MAX_NBYTES, BadBatch, Stored, decode_batch
 from pdconn.router.prefix.hashing import HashScheme
+from pdconn.router.prefix.kv_events import MAX_NBYTES, BadBatch, Stored, decode_batch
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 
 _AT_ONCE = 16

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from pdconn.router.prefix.events import MAX_NBYTES
+from pdconn.router.prefix.kv_events import MAX_NBYTES
 
 #: Messages that a socket queues.  vLLM's ROUTER drops what does not fit.
 LIVE_HWM, REPLAY_HWM = 10_000, 100_000
