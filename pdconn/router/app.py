@@ -161,7 +161,7 @@ class RouterApp:
     def _ended(self, request: RoutedRequest) -> None:
         """Keep the final outcome for the admin pages."""
         if (decision := request.decision) is not None:
-            self._handover.router.decisions.end(decision, request.outcome())
+            self._handover.router.decisions.end_decision(decision, request.outcome())
 
     async def drain(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` until no request is left that an engine answers."""
@@ -223,11 +223,11 @@ class RouterApp:
         in_time = asyncio.timeout_at(deadline_s)
         try:
             async with in_time:
-                await queue.enter()
+                await queue.take_place()
                 try:
                     answered = await answer(http)
                 except BaseException:
-                    queue.leave()
+                    queue.give_place_back()
                     raise
         except TimeoutError as error:
             if limit_s is None or not in_time.expired():
@@ -236,7 +236,7 @@ class RouterApp:
         try:
             return await self._relay(http, answered, deadline_s)
         finally:
-            queue.leave()
+            queue.give_place_back()
 
     async def _relay(
         self, http: web.Request, answered: _Answered, deadline_s: float | None
@@ -280,7 +280,7 @@ class RouterApp:
         """Of a generating route; the body is held until the answer begins."""
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
-            body = parse_body(route, await self._bodies.read(http, held), self._bodies.xargs)
+            body = parse_body(route, await self._bodies.read_body(http, held), self._bodies.xargs)
             served = current()
             trace = None if served.span is NOT_TRACED else RequestSpans(served.span)
             events: list[Event] = [Received(served.began_s)]
@@ -289,7 +289,7 @@ class RouterApp:
             )
             held.when_free = request.drop_body
             del body
-            return await self._handover.answer(request), request_id
+            return await self._handover.answer_request(request), request_id
 
     async def _pass(self, route: PassedRoute, http: web.Request) -> _Answered:
         """Of a route that one engine serves; the body is held until the answer begins."""
@@ -297,11 +297,11 @@ class RouterApp:
         path = http.rel_url.raw_path_qs
         if route.method == "GET":
             headers.popall("Content-Type", None)
-            return await self._passes.answer(
+            return await self._passes.pass_on(
                 Passing(request_id, headers, path, route.asks, None, span=current().span)
             ), request_id
         with HeldBody(self._bodies.budget) as held:
-            raw = await self._bodies.read(http, held)
+            raw = await self._bodies.read_body(http, held)
             if route.is_form:
                 headers["Content-Type"] = http.headers.get("Content-Type", "")
                 model = partial(_same, check_form(headers["Content-Type"], raw))
@@ -315,12 +315,12 @@ class RouterApp:
             span = current().span
             passing = Passing(request_id, headers, path, route.asks, raw, serving, span)
             del raw, model
-            return await self._passes.answer(passing), request_id
+            return await self._passes.pass_on(passing), request_id
 
     async def _models(self, http: web.Request) -> _Answered:
         request_id, headers = self._identify(http)
         headers.popall("Content-Type", None)
-        return await self._listed.answer(headers, request_id), request_id
+        return await self._listed.list_models(headers, request_id), request_id
 
     async def _model(self, http: web.Request) -> _Answered:
         """One model of the list; vLLM has no such route, and clients ask for it first."""

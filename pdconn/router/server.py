@@ -15,7 +15,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.fleet.registry import EngineRegistry, FleetFollower
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.fleet.warm_up import FleetWarmUp
 from pdconn.router.handover.handover import Handover
@@ -174,14 +174,8 @@ async def _services(
     health.when_up = warm_up.engine_up
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
-    def fleet_changed(members: Members) -> None:
-        changes = engines.update(members)
-        if changes:
-            log.info("pdconn: fleet changed %s", changes)
-        for follower in (health, metrics, router.loads, router, warm_up):
-            follower.fleet_changed()
-        feeds.fleet_changed(members)
-
+    followers = (health, metrics, router.loads, router, warm_up)
+    fleet_changed = partial(_fleet_changed, engines, feeds, followers)
     try:
         watch = FleetWatch(config.engines.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, router.loads:
@@ -205,10 +199,24 @@ async def _services(
             await asyncio.to_thread(tracing.close)
 
 
+def _fleet_changed(
+    engines: EngineRegistry,
+    feeds: EventFeeds,
+    followers: Iterable[FleetFollower],
+    members: Members,
+) -> None:
+    changes = engines.update(members)
+    if changes:
+        log.info("pdconn: fleet changed %s", changes)
+    for follower in followers:
+        follower.fleet_changed()
+    feeds.fleet_changed(members)
+
+
 async def _send(handover: Handover, raw: bytes, headers: CIMultiDict[str]) -> None:
     """Take a body of the router's own through it."""
     request = RoutedRequest("pdconn-warm-up", headers, parse_body(Route.COMPLETIONS, raw))
-    async with await handover.answer(request) as answer:
+    async with await handover.answer_request(request) as answer:
         await answer.rest()
 
 

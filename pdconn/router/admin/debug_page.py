@@ -120,7 +120,7 @@ class DebugPage:
         return msgspec.json.encode(self.disguise.snapshot(taken))
 
     def _logged(self, request_id: str) -> Logged:
-        logged = self.router.decisions.get(request_id)
+        logged = self.router.decisions.find_decision(request_id)
         if logged is None:
             expected = f"the X-Request-Id of one of the last {len(self.router.decisions)} requests"
             raise NotFound("request id", expected, repr(request_id[:200]))
@@ -171,7 +171,7 @@ class DebugPage:
             "draining": router.engines.is_draining(name),
             "load": load,
             "pulls": {"failed": pulls.failed, "tried": pulls.tried, "why": pulls.why},
-            "inflight": router.loads.inflight.at(name)[0],
+            "inflight": router.loads.inflight.requests_at(name)[0],
             "trust": router.trust.get(name, 1.0),
             "hit_rate": _sum(tallies, pods, Role).rate,
             "hits": {role.value: _as_json(tally) for role, tally in by_role.items()},

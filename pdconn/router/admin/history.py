@@ -95,7 +95,7 @@ class History:
         self._taken = 0
         self.boot = clock()
 
-    def take(self) -> RouterSample:
+    def take_sample(self) -> RouterSample:
         """Take one sample and keep it."""
         moments = self._moments
         moments.append(self._metrics.take_moment())
@@ -149,7 +149,7 @@ class History:
 
     async def _run(self) -> None:
         while True:
-            self.take()
+            self.take_sample()
             await asyncio.sleep(self._interval_s)
 
     def _engines(self) -> dict[str, EngineSample]:
@@ -157,7 +157,7 @@ class History:
         loads = router.loads.fresh(LOAD_FOR_S)
         made = {}
         for name in islice(router.engines.names, MOST_NAMES):
-            load, inflight = loads.get(name), router.loads.inflight.at(name)[0]
+            load, inflight = loads.get(name), router.loads.inflight.requests_at(name)[0]
             if load is None:
                 made[name] = EngineSample(None, None, None, inflight)
             else:

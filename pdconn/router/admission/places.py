@@ -58,8 +58,8 @@ class AdmissionQueue:
         """Requests that wait."""
         return len(self._waiting)
 
-    async def enter(self) -> None:
-        """Take a place, which ``leave`` gives back.
+    async def take_place(self) -> None:
+        """Take a place, which ``give_place_back`` returns.
 
         Raises:
             Busy: all are taken, and there is no room to wait or no place became free in time.
@@ -81,7 +81,7 @@ class AdmissionQueue:
                 await place
         except BaseException as error:
             if place.done() and not place.cancelled():
-                self.leave()  # it got its place in the same moment
+                self.give_place_back()  # it got its place in the same moment
             elif place in self._waiting:
                 self._waiting.remove(place)
             if isinstance(error, TimeoutError):
@@ -90,7 +90,7 @@ class AdmissionQueue:
         finally:
             self._waited(time.perf_counter() - began_s)
 
-    def leave(self) -> None:
+    def give_place_back(self) -> None:
         """Give a place back: to the one that has waited for the longest time."""
         while self._waiting:
             place = self._waiting.popleft()
@@ -115,7 +115,7 @@ class BodyBudget:
         self._max_nbytes = max_nbytes
         self.nbytes = 0
 
-    def take(self, nbytes: int) -> None:
+    def take_bytes(self, nbytes: int) -> None:
         """Count bytes as held.
 
         Raises:
@@ -147,7 +147,7 @@ class HeldBody:
         Raises:
             Busy: there is no room for it.
         """
-        self._budget.take(nbytes)
+        self._budget.take_bytes(nbytes)
         self._nbytes += nbytes
 
     def use(self) -> None:
@@ -188,7 +188,7 @@ class BodyReader:
     max_nbytes: int
     xargs: Collection[str] = XARGS
 
-    async def read(self, http: web.Request, held: HeldBody) -> bytes:
+    async def read_body(self, http: web.Request, held: HeldBody) -> bytes:
         """The whole body, counted in ``held``.
 
         Raises:

@@ -34,7 +34,9 @@ class InflightTracker:
         self._tokens: Counter[str] = Counter()
         self._ranks: Counter[tuple[str, int]] = Counter()
 
-    def start(self, engine: str, num_tokens: int, rank: int | None = None) -> Callable[[], None]:
+    def start_request(
+        self, engine: str, num_tokens: int, rank: int | None = None
+    ) -> Callable[[], None]:
         """A request is sent to ``engine``; call what this returns when it is finished.
 
         A second call of the returned function has no effect.
@@ -69,7 +71,7 @@ class InflightTracker:
         """Requests in flight that name a rank of an engine."""
         return self._ranks[engine, rank]
 
-    def at(self, engine: str) -> tuple[int, int]:
+    def requests_at(self, engine: str) -> tuple[int, int]:
         """Requests in flight at an engine, and prompt tokens that it has to compute for them."""
         return self._requests[engine], self._tokens[engine]
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Protocol, Self
 
 from pdconn.router.errors import EngineFailure
 from pdconn.router.fleet.member import Member, Role, merged
@@ -58,7 +58,7 @@ class EngineRests:
         """Engines whose last request failed: as a rule none."""
         return len(self._failing)
 
-    def failed(self, engine: str, now: float, named_s: float | None = None) -> float | None:
+    def note_failure(self, engine: str, now: float, named_s: float | None = None) -> float | None:
         """Note a failure; the seconds that the engine rests from now on, if it does.
 
         Failures of requests that were sent before it rested count once: it rests already.
@@ -76,7 +76,7 @@ class EngineRests:
         failing.until_s = max(failing.until_s, now + rest_s)
         return rest_s
 
-    def answered(self, engine: str) -> None:
+    def note_answer(self, engine: str) -> None:
         """Note an answer that is no such failure."""
         self._failing.pop(engine, None)
 
@@ -92,6 +92,14 @@ class EngineRests:
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 15.0
+
+
+class FleetFollower(Protocol):
+    """Keeps something per engine, and compares that with the registry after an update."""
+
+    def fleet_changed(self) -> None:
+        """Engines have joined or left."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class AbandonedRequests:
         await self._running.close(grace_s)
         await self._tickets.close(grace_s - (time.monotonic() - began_s))
 
-    def give_back(self, request: RoutedRequest) -> None:
+    def return_ticket(self, request: RoutedRequest) -> None:
         """Return the request's ticket, if it has one; it will not be used."""
         ticket, request.ticket = request.ticket, None
         if ticket is not None:
@@ -79,7 +79,7 @@ class AbandonedRequests:
             # the answer came in the same moment.
             task.add_done_callback(_close)
             if request.asked is None or not request.asked.delivery.begun:
-                self.give_back(request)
+                self.return_ticket(request)
         except (Abandoned, Refusal):
             pass
         else:

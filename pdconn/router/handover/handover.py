@@ -65,7 +65,7 @@ class Handover:
     prefill: Prefill
     tries: EngineTries
 
-    async def answer(self, request: RoutedRequest) -> EngineAnswer:
+    async def answer_request(self, request: RoutedRequest) -> EngineAnswer:
         """An engine's answer to a client's request, once its body has begun.
 
         Cancelled when the client leaves; ``abandoned`` finishes the request then.
@@ -112,7 +112,7 @@ class Handover:
                 if answer is not None:
                     request.note(Passed(answer.status, request.last(FirstByte) is not None))
             finally:
-                self.router.decisions.end(decision, request.outcome())
+                self.router.decisions.end_decision(decision, request.outcome())
             if answer is not None:
                 return answer
         raise self._none_left()
@@ -140,7 +140,7 @@ class Handover:
         # 3. Prefill lends it its blocks, refuses it, or fails: then decode computes, if it may.
         else:
             request.note(WentDirect(None))
-            refusal = await self.prefill.ask(request, decision)
+            refusal = await self.prefill.get_ticket(request, decision)
             if refusal is not None:
                 return refusal
             self._check_may_compute(request)
@@ -150,7 +150,7 @@ class Handover:
         try:
             return await self._decode(request, candidates)
         except (Refusal, Abandoned):
-            self.abandoned.give_back(request)
+            self.abandoned.return_ticket(request)
             raise
 
     def _check_may_compute(self, request: RoutedRequest) -> None:
@@ -243,7 +243,7 @@ class Handover:
         if status >= 400:
             # vLLM reports to the lender most requests that it refuses, though not
             # those whose body it cannot read.  A second return has no effect.
-            self.abandoned.give_back(request)
+            self.abandoned.return_ticket(request)
         is_good = failure is None or (had_ticket and not self.router.decodes_alone)
         request.note(FirstByte(engine, at_s - began.at_s, is_good, at_s=at_s))
         return None if is_good else failure
@@ -262,7 +262,7 @@ class Handover:
         if request.trace is not None:
             request.trace.inject(headers)
         body = decode_body(request.body, request.ticket)
-        finish = self.router.loads.inflight.start(engine, 0, candidate.rank)
+        finish = self.router.loads.inflight.start_request(engine, 0, candidate.rank)
 
         def closed(error: BaseException | None = None) -> None:
             finish()

@@ -86,7 +86,7 @@ class ListedModels:
         self._under_way: dict[_Question, _SharedQuestion] = {}
         self._places = asyncio.Semaphore(MOST_QUESTIONS)
 
-    async def answer(self, headers: CIMultiDict[str], request_id: str) -> Listing:
+    async def list_models(self, headers: CIMultiDict[str], request_id: str) -> Listing:
         """A list of every model once, as the first engine describes it, decode before prefill.
 
         Where no engine lists any, the answer of one that says why not.
@@ -155,7 +155,7 @@ class ListedModels:
             error: ConnectFailed | ConnectionLost = EngineTimedOut(f"no list in {GIVE_UP_S:g} s")
         except (ConnectFailed, ConnectionLost) as failed:
             error = failed
-        return self._handover.tries.failed(role, engine, request_id, error)
+        return self._handover.tries.engine_failed(role, engine, request_id, error)
 
 
 def _question(headers: CIMultiDict[str]) -> _Question:

@@ -49,7 +49,7 @@ class PassThrough:
 
     handover: Handover
 
-    async def answer(self, passing: Passing) -> EngineAnswer:
+    async def pass_on(self, passing: Passing) -> EngineAnswer:
         """An engine's answer; closing it ends the request there.
 
         Raises:
@@ -68,10 +68,10 @@ class PassThrough:
                     answer = await self._ask(engine, passing)
                 except (ConnectFailed, ConnectionLost) as error:
                     role = self._role(engine)
-                    failures.append(tries.failed(role, engine, passing.request_id, error))
+                    failures.append(tries.engine_failed(role, engine, passing.request_id, error))
                     continue
                 role = self._role(engine)
-                failure = tries.refused(role, answer, answer.status, passing.request_id)
+                failure = tries.engine_refused(role, answer, answer.status, passing.request_id)
                 is_unknown = passing.asks is Asks.HOLDER and answer.status == _NOT_FOUND
                 if failure is None and not is_unknown:
                     return answer
@@ -101,7 +101,7 @@ class PassThrough:
 
     async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
         client = self.handover.client
-        finish = self.handover.router.loads.inflight.start(engine, 0)
+        finish = self.handover.router.loads.inflight.start_request(engine, 0)
         span = passing.span.child("pass", engine=engine)
         headers = passing.headers
         span.inject(headers)

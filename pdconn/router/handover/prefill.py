@@ -62,7 +62,7 @@ class Prefill:
     reuses_tokens: bool = False
     _warned: set[str] = field(default_factory=set)
 
-    async def ask(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
+    async def get_ticket(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """Get the request its ticket, or note why decode is to compute; else an engine's refusal.
 
         Raises:
@@ -72,7 +72,7 @@ class Prefill:
         why = Direct.NO_PREFILL
         for candidate in self.tries.candidates(Role.PREFILL, decision, request):
             engine = candidate.engine
-            is_idle = self.router.loads.inflight.at(engine)[0] == 0
+            is_idle = self.router.loads.inflight.requests_at(engine)[0] == 0
             try:
                 answer = await self._ask_one(request, decision, candidate)
             except (ConnectFailed, ConnectionLost) as error:
@@ -110,7 +110,7 @@ class Prefill:
     ) -> _Prefilled | EngineAnswer:
         engine = candidate.engine
         uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
-        finish = self.router.loads.inflight.start(engine, uncached, candidate.rank)
+        finish = self.router.loads.inflight.start_request(engine, uncached, candidate.rank)
         try:
             with request.within(StepKind.PREFILL, engine, uncached=uncached) as began:
                 return await self._ask_in_time(request, candidate, began)
@@ -166,11 +166,11 @@ class Prefill:
                     return _Prefilled(await answer.rest(), borrowed)
         except BaseException:
             if borrowed is not None:
-                self.pulls.failed(request, borrowed)
+                self.pulls.pull_failed(request, borrowed)
             raise
         if borrowed is not None:
             engine = candidate.engine if answer.status >= 500 else None
-            self.pulls.failed(request, borrowed, engine)
+            self.pulls.pull_failed(request, borrowed, engine)
         return answer
 
     def _prefilled(
@@ -178,7 +178,7 @@ class Prefill:
     ) -> None:
         """Note the ticket and the reported cache hit, of which pulled tokens are a part."""
         waited_s = request.waited_s()
-        self.tries.engines.rests.answered(engine)
+        self.tries.engines.rests.note_answer(engine)
         request.ticket = find_ticket(answer.whole)
         usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
         event = Prefilled(

@@ -197,7 +197,9 @@ class PrefixPulls:
             )
         return PullEnd.REFUSED
 
-    def failed(self, request: RoutedRequest, borrowed: Borrowed, engine: str | None = None) -> None:
+    def pull_failed(
+        self, request: RoutedRequest, borrowed: Borrowed, engine: str | None = None
+    ) -> None:
         """Prefill has failed, or refused the request, with the ticket in its hands.
 
         ``engine``: which, if it may have been the pull that failed.

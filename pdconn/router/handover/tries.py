@@ -186,16 +186,16 @@ class EngineTries:
     def failed_request(
         self, role: Role, engine: str, request: RoutedRequest, error: ConnectFailed | ConnectionLost
     ) -> EngineFailure:
-        """``failed``, of a request that goes on with another engine."""
+        """``engine_failed``, of a request that goes on with another engine."""
         is_broken = isinstance(error, ConnectionLost) and not isinstance(error, _HARMLESS)
         request.note(Failed(engine, role, is_broken))
-        return self.failed(role, engine, request.request_id, error)
+        return self.engine_failed(role, engine, request.request_id, error)
 
     def refused_request(
         self, role: Role, answer: EngineAnswer, status: int, request: RoutedRequest
     ) -> EngineFailure | None:
-        """``refused``, of a request that goes on with another engine if there is a failure."""
-        failure = self.refused(role, answer, status, request.request_id)
+        """``engine_refused``, of a request that goes on with another engine after a failure."""
+        failure = self.engine_refused(role, answer, status, request.request_id)
         if failure is not None:
             request.note(Failed(answer.engine, role, status == INTERNAL_ERROR))
         return failure
@@ -206,7 +206,7 @@ class EngineTries:
         request.note(Failed(engine, role, False))
         return EngineFailure(engine, "its max_model_len is too short")
 
-    def failed(
+    def engine_failed(
         self, role: Role, engine: str, request_id: str, error: ConnectFailed | ConnectionLost
     ) -> EngineFailure:
         """Note that an engine failed: it is down without a connection, and else if it is not well.
@@ -228,14 +228,14 @@ class EngineTries:
                 self._rest(engine, str(error), request_id)
         return EngineFailure(engine, str(error))
 
-    def refused(
+    def engine_refused(
         self, role: Role, answer: EngineAnswer, status: int, request_id: str
     ) -> EngineFailure | None:
         """What an answer of an engine means for it; a failure if another engine is to be asked."""
         engine = answer.engine
         # 1. The answer is the client's, an error of its own too.
         if status not in ELSEWHERE:
-            self.engines.rests.answered(engine)
+            self.engines.rests.note_answer(engine)
             return None
         # 2. "Not now" or "not I": another engine may do better, and this one gets fewer requests.
         self.metrics.retried(role, engine)
@@ -249,7 +249,7 @@ class EngineTries:
     def _rest(self, engine: str, why: str, request_id: str, named_s: float | None = None) -> None:
         if engine not in self.engines:
             return
-        rest_s = self.engines.rests.failed(engine, time.monotonic(), named_s)
+        rest_s = self.engines.rests.note_failure(engine, time.monotonic(), named_s)
         if rest_s is not None:
             log.warning(
                 "pdconn: engine fails requests, others are asked before it "

@@ -36,7 +36,7 @@ from pdconn.router.routing.policy import (
     Ranking,
     RouteQuery,
 )
-from pdconn.router.routing.routed_request import DecisionLog, RoutedRequest
+from pdconn.router.routing.routed_request import DecisionLog, Failed, RoutedRequest
 from pdconn.router.routing.tokenize import Tokenised, Tokeniser
 
 _BAD_REQUEST = 400
@@ -117,7 +117,7 @@ class RequestRouter:
             time.perf_counter() - began,
             query.is_guess,
         )
-        self.decisions.add(decision)
+        self.decisions.add_decision(decision)
         return decision
 
     def eligible(self, role: Role, request: RoutedRequest) -> tuple[str, ...]:
@@ -155,7 +155,9 @@ class RequestRouter:
 
     def _num_requests(self, engine: str, loads: Mapping[str, Load]) -> int:
         load = loads.get(engine) or Load()
-        return max((load.running or 0) + (load.waiting or 0), self.loads.inflight.at(engine)[0])
+        return max(
+            (load.running or 0) + (load.waiting or 0), self.loads.inflight.requests_at(engine)[0]
+        )
 
     def not_found(self, engine: str) -> int | None:
         """Prompt tokens that an engine's cache did not hold; None while its page is not known."""
@@ -174,7 +176,7 @@ class RequestRouter:
             unknown=why,
             is_guess=query.is_guess,
         )
-        self.decisions.add(decision)
+        self.decisions.add_decision(decision)
         return decision
 
     async def _look_up(
@@ -227,7 +229,7 @@ class RequestRouter:
         hit = self._trusted(engine, hit)
         load = loads.get(engine) or Load()
         busy = (load.running or 0) + (load.waiting or 0)
-        ours, our_tokens = self.loads.inflight.at(engine)
+        ours, our_tokens = self.loads.inflight.requests_at(engine)
         usage, idle = load.kv_usage or 0.0, max(busy, ours) == 0
         return Candidate(
             engine,
@@ -296,6 +298,8 @@ class RequestRouter:
 
 
 def _not_failed(role: Role, request: RoutedRequest, engines: tuple[str, ...]) -> tuple[str, ...]:
+    if request.last(Failed) is None:  # nearly all requests
+        return engines
     return tuple(name for name in engines if not request.has_failed_at(name, role))
 
 

@@ -555,7 +555,7 @@ class DecisionLog:
         self._entries: dict[str, Logged] = {}
         self._num_hashes = 0
 
-    def add(self, decision: Decision) -> None:
+    def add_decision(self, decision: Decision) -> None:
         """Keep a decision; the oldest go where there are too many."""
         self._drop(decision.request_id)
         self._entries[decision.request_id] = decision, PENDING
@@ -563,13 +563,13 @@ class DecisionLog:
         while len(self._entries) > self._most or self._num_hashes > self._most_hashes:
             self._drop(next(iter(self._entries)))
 
-    def end(self, decision: Decision, outcome: Outcome) -> None:
+    def end_decision(self, decision: Decision, outcome: Outcome) -> None:
         """Keep the outcome beside its decision, if that is still kept; replaces an earlier one."""
         entry = self._entries.get(decision.request_id)
         if entry is not None and entry[0] is decision:
             self._entries[decision.request_id] = decision, outcome
 
-    def get(self, request_id: str) -> Logged | None:
+    def find_decision(self, request_id: str) -> Logged | None:
         """The decision for a request, if it is kept."""
         return self._entries.get(request_id)
 

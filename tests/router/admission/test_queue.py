@@ -16,21 +16,21 @@ from tests.fakes.event_loop import in_loop, until
 @in_loop
 async def test_without_a_queue_the_next_is_refused_at_once() -> None:
     queue = AdmissionQueue(max_requests=1)
-    await queue.enter()
+    await queue.take_place()
     with pytest.raises(Busy, match=r"1 requests are in flight$"):
-        await queue.enter()
-    queue.leave()
+        await queue.take_place()
+    queue.give_place_back()
     assert queue.num_requests == 0
-    await queue.enter()
+    await queue.take_place()
 
 
 @in_loop
 async def test_places_go_to_those_that_wait_in_the_order_of_their_coming() -> None:
     queue, order = AdmissionQueue(max_requests=1, max_queue=3), []
-    await queue.enter()
+    await queue.take_place()
 
     async def wait(name: int) -> None:
-        await queue.enter()
+        await queue.take_place()
         order.append(name)
 
     waiting = []
@@ -39,26 +39,26 @@ async def test_places_go_to_those_that_wait_in_the_order_of_their_coming() -> No
         await asyncio.sleep(0)
     assert len(queue) == 3
     with pytest.raises(Busy, match="1 requests are in flight, and 3 more wait"):
-        await queue.enter()
+        await queue.take_place()
     for number in range(3):
-        queue.leave()
+        queue.give_place_back()
         await waiting[number]
         assert order == list(range(number + 1))
-    queue.leave()
+    queue.give_place_back()
     assert (queue.num_requests, len(queue)) == (0, 0)
 
 
 @in_loop
 async def test_one_that_comes_does_not_overtake_those_that_wait() -> None:
     queue = AdmissionQueue(max_requests=1, max_queue=2)
-    await queue.enter()
-    first = asyncio.create_task(queue.enter())
+    await queue.take_place()
+    first = asyncio.create_task(queue.take_place())
     await asyncio.sleep(0)
-    queue.leave()  # the place is the first one's, who has not run yet
-    second = asyncio.create_task(queue.enter())
+    queue.give_place_back()  # the place is the first one's, who has not run yet
+    second = asyncio.create_task(queue.take_place())
     await first
     assert not second.done()
-    queue.leave()
+    queue.give_place_back()
     await second
 
 
@@ -66,13 +66,13 @@ async def test_one_that_comes_does_not_overtake_those_that_wait() -> None:
 async def test_the_wait_is_bounded_and_told() -> None:
     waited: list[float] = []
     queue = AdmissionQueue(1, 1, 0.05, waited.append)
-    await queue.enter()
+    await queue.take_place()
     with pytest.raises(Busy, match=r"no place became free within 0\.05 s"):
-        await queue.enter()
+        await queue.take_place()
     assert len(waited) == 1
     assert waited[0] >= 0.05
     assert len(queue) == 0
-    queue.leave()
+    queue.give_place_back()
     assert queue.num_requests == 0
 
 
@@ -85,12 +85,12 @@ async def test_no_place_is_lost_whatever_is_cancelled_and_when(seed: int) -> Non
 
     async def request() -> None:
         nonlocal most
-        await queue.enter()
+        await queue.take_place()
         most = max(most, queue.num_requests)
         try:
             await asyncio.sleep(chance.random() * 0.01)
         finally:
-            queue.leave()
+            queue.give_place_back()
 
     tasks = []
     for _ in range(200):

@@ -314,18 +314,18 @@ async def test_an_engine_that_refuses_returns_no_ticket_and_another_one_does():
 
 def test_rests_grow_and_end_with_an_answer():
     rests = EngineRests()
-    assert [rests.failed("e", 0.0) for _ in range(MOST_IN_A_ROW)] == [None, None, 1.0]
+    assert [rests.note_failure("e", 0.0) for _ in range(MOST_IN_A_ROW)] == [None, None, 1.0]
     assert rests.is_resting("e", 0.9)
     assert not rests.is_resting("e", 1.0)
-    assert rests.failed("e", 0.5) is None  # sent before it rested
+    assert rests.note_failure("e", 0.5) is None  # sent before it rested
     now, seen = 1.0, []
     for _ in range(6):
-        seen.append(rests.failed("e", now))
+        seen.append(rests.note_failure("e", now))
         now += seen[-1]
     assert seen == [2.0, 4.0, 8.0, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
-    rests.answered("e")
-    assert rests.failed("e", now) is None
-    assert rests.failed("e", now, 1e9) == LONGEST_NAMED_S
+    rests.note_answer("e")
+    assert rests.note_failure("e", now) is None
+    assert rests.note_failure("e", now, 1e9) == LONGEST_NAMED_S
     rests.keep(())
     assert not rests.is_resting("e", now)
 

@@ -53,7 +53,7 @@ def history(names: list[str], load: Load | None = None) -> tuple[History, Router
         loads=SimpleNamespace(
             fresh=lambda max_age_s: loads,
             pulls=RecentPulls(),
-            inflight=SimpleNamespace(at=lambda name: (1, 0)),
+            inflight=SimpleNamespace(requests_at=lambda name: (1, 0)),
         ),
         caches=SimpleNamespace(feeds=dict.fromkeys(names), index=SimpleNamespace(pods={})),
     )
@@ -69,17 +69,17 @@ def test_rates_are_of_the_last_ten_seconds_and_shares_of_the_last_thirty():
     made, times, _ = history(["p"])
     for outcome in (OK, OK, OK, ALONE, BROKEN, LEFT):
         times.routed_request_ended(Route.COMPLETIONS, outcome)
-    first = made.take()
+    first = made.take_sample()
     # six in one interval of two seconds; of the five that decode answered, four with a ticket
     assert (first.requests_per_s, first.failed_per_s, first.handed_over) == (3.0, 0.5, 4 / 5)
-    later = [made.take() for _ in range(15)]
+    later = [made.take_sample() for _ in range(15)]
     assert [one.requests_per_s for one in later[:5]] == [1.5, 1.0, 0.75, 0.6, 0.0]
     assert [one.handed_over for one in later] == [4 / 5] * 14 + [None]
 
 
 def test_a_quiet_router_has_no_share_and_no_time_rather_than_zero():
     made, _, _ = history(["p"])
-    sample = made.take()
+    sample = made.take_sample()
     assert (sample.handed_over, sample.ttft_p50_ms, sample.ttft_p95_ms) == (None, None, None)
     assert sample.engines["p"].kv_usage is None, "its load is not known"
 
@@ -101,17 +101,17 @@ def test_samples_names_and_times_are_bounded():
         times.first_token(Route.COMPLETIONS, 0.1)
     assert len(times._moment.first_tokens_s) == MOST_KEPT
     for _ in range(MOST_SAMPLES + 20):
-        sample = made.take()
+        sample = made.take_sample()
     assert len(made) == MOST_SAMPLES
     assert len(sample.engines) == len(sample.pods) == MOST_NAMES
 
 
 def test_a_page_that_asks_for_what_is_new_gets_each_sample_once():
     made, _, router = history(["a", "b"], Load(kv_usage=0.5, running=1, waiting=2))
-    made.take()
+    made.take_sample()
     first = json.loads(made.since(0))
     router.engines.names = ["b", "c"]  # the fleet changes
-    made.take(), made.take()
+    made.take_sample(), made.take_sample()
     second = json.loads(made.since(first["samples"][-1]["seq"] + 1))
     assert [one["seq"] for one in first["samples"]] == [0]
     assert [one["seq"] for one in second["samples"]] == [1, 2]

@@ -123,7 +123,7 @@ async def test_a_rank_that_holds_it_is_named():
         holder, other = f.prefill
         await f.pod(holder, rank=1).store(PROMPT)
         await f.events_applied()
-        busy = f.router.loads.inflight.start(holder.url, 100_000)
+        busy = f.router.loads.inflight.start_request(holder.url, 100_000)
         routed = await f.ask()
         busy()
         assert routed.prefill == other.url

@@ -261,7 +261,7 @@ async def test_what_is_queued_at_prefill_sends_the_next_prompt_elsewhere():
             engine.admitting.clear()
         asking = [asyncio.create_task(f.complete(prompt=ASKED)) for _ in range(1)]
         await until(lambda: sum(num_asked(f.prefill)) == 1)
-        assert sorted(f.router.loads.inflight.at(e.url)[1] for e in f.prefill) == [0, 321]
+        assert sorted(f.router.loads.inflight.requests_at(e.url)[1] for e in f.prefill) == [0, 321]
         asking.append(asyncio.create_task(f.complete(prompt=ASKED)))
         await until(lambda: sum(num_asked(f.prefill)) == 2)
         assert num_asked(f.prefill) == [1, 1]  # the same prompt would go to the same engine

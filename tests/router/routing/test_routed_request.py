@@ -30,7 +30,7 @@ def decision(request_id: str, num_hashes: int = 0) -> Decision:
 def test_decisions_are_bounded_and_the_oldest_go_first(added, most, most_hashes):
     kept = DecisionLog(most, most_hashes)
     for request_id, num_hashes in added:
-        kept.add(decision(request_id, num_hashes))
+        kept.add_decision(decision(request_id, num_hashes))
     # What an unbounded one holds, newest first, as far as the bounds allow.
     newest = [(one, dict(added)[one]) for one in dict.fromkeys(one for one, _ in reversed(added))]
     fits, left = [], most_hashes
@@ -45,31 +45,31 @@ def test_decisions_are_bounded_and_the_oldest_go_first(added, most, most_hashes)
         assert seen == fits
     assert len(kept) <= most
     assert sum(one.num_hashes for one, _ in kept.newest()) <= most_hashes
-    assert all(kept.get(one) is not None for one in seen)
+    assert all(kept.find_decision(one) is not None for one in seen)
 
 
 def test_a_decision_of_an_id_that_comes_again_replaces_the_first():
     kept = DecisionLog()
-    kept.add(decision("x", 1))
-    kept.add(decision("y", 1))
+    kept.add_decision(decision("x", 1))
+    kept.add_decision(decision("y", 1))
     again = decision("x", 2)
-    kept.add(again)
+    kept.add_decision(again)
     assert [one.request_id for one, _ in kept.newest()] == ["x", "y"]
-    assert kept.get("x") == (again, PENDING)
-    assert kept.get("z") is None
+    assert kept.find_decision("x") == (again, PENDING)
+    assert kept.find_decision("z") is None
 
 
 def test_an_outcome_stands_beside_its_own_decision_only():
     """Clients may send one request id twice, at the same time even."""
     kept, outcome = DecisionLog(), Outcome(200, "p", "d")
     first, second = decision("x"), decision("x", 1)
-    kept.add(first)
-    kept.add(second)
-    kept.end(first, outcome)
-    assert kept.get("x") == (second, PENDING)
-    kept.end(second, outcome)
-    assert kept.get("x") == (second, outcome)
-    kept.end(decision("y"), outcome)  # pushed out meanwhile
+    kept.add_decision(first)
+    kept.add_decision(second)
+    kept.end_decision(first, outcome)
+    assert kept.find_decision("x") == (second, PENDING)
+    kept.end_decision(second, outcome)
+    assert kept.find_decision("x") == (second, outcome)
+    kept.end_decision(decision("y"), outcome)  # pushed out meanwhile
     assert len(kept) == 1
 
 
@@ -85,7 +85,7 @@ def test_requests_are_in_flight_from_start_to_finish(steps):
     inflight, under_way, finished = InflightTracker(), [], []
     for step in steps:
         if isinstance(step, tuple):
-            under_way.append((step, inflight.start(*step)))
+            under_way.append((step, inflight.start_request(*step)))
         elif under_way:
             _, finish = under_way.pop(step % len(under_way))
             finish()
@@ -94,7 +94,7 @@ def test_requests_are_in_flight_from_start_to_finish(steps):
             finish()  # a second time does nothing
         for engine in "abc":
             mine = [tokens for (name, tokens), _ in under_way if name == engine]
-            assert inflight.at(engine) == (len(mine), sum(mine))
+            assert inflight.requests_at(engine) == (len(mine), sum(mine))
         assert len(inflight) == len(under_way)
     for _, finish in under_way:
         finish()

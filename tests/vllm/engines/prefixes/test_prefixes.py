@@ -181,7 +181,7 @@ def test_a_router_has_prefill_pull_what_a_busy_engine_holds(
     async def scene() -> tuple[Any, Outcome]:
         async with running_proxy(config) as proxy:
             await learned(proxy, prompt, clients["prefill"].url)
-            busy = proxy.router.loads.inflight.start(clients["prefill"].url, 1_000_000)
+            busy = proxy.router.loads.inflight.start_request(clients["prefill"].url, 1_000_000)
             through = Client(proxy.url)
             answer = await asyncio.to_thread(through.complete, prompt, NUM_TOKENS)
             busy()
