@@ -2,7 +2,7 @@
 
 ::
 
-    ConsumerScheduler ── a step's metadata ──► PdWorker ── Puller.post ──► Pulls.apply
+    Pulling ── a step's metadata ──► PdWorker ── Puller.post ──► Pulls.apply
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
 
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.memory.layout import wanted_layout
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
 
 class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefill-to-decode KV transfer by one-sided reads, for hybrid models."""
@@ -80,13 +77,13 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """See :meth:`PdScheduler.bind_manager`."""
+        """See :meth:`PdScheduler.bind_kv_cache_manager`."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._of_scheduler().bind_manager(kv_cache_manager)
+        self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""
-        self._of_scheduler().bind_pool(gpu_block_pool)
+        self._of_scheduler().bind_gpu_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -102,16 +99,17 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
             seen = ", ".join(sorted({type(meta).__name__ for meta in metadata.values()}))
             hint = "MultiConnector serves one connector that hands over, the first in its list"
             raise ConfigError("handshake metadata", "ours", seen or "none", hint)
-        self._of_scheduler().registered(handshakes)
+        self._of_scheduler().set_xfer_handshake_metadata_pp_aware(handshakes)
 
     def on_new_request(self, request: Request) -> None:
         """Claim the request's ticket at its arrival."""
-        self._of_scheduler().arrived(request)
+        self._of_scheduler().on_new_request(request)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """See :attr:`PdScheduler.completes_hits`."""
-        return self._scheduler is not None and self._scheduler.completes_hits
+        """See :attr:`PdScheduler.supports_divergent_local_hybrid_hits`."""
+        ours = self._scheduler
+        return ours is not None and ours.supports_divergent_local_hybrid_hits
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Every group that takes part in transfers, which vLLM does not zero then.
@@ -123,28 +121,30 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See :meth:`PdScheduler.matched`."""
-        return self._of_scheduler().matched(request, num_computed_tokens)
+        """See :meth:`PdScheduler.get_num_new_matched_tokens`."""
+        return self._of_scheduler().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See :meth:`PdScheduler.allocated`."""
-        self._of_scheduler().allocated(request, blocks, num_external_tokens)
+        """See :meth:`PdScheduler.update_state_after_alloc`."""
+        ours = self._of_scheduler()
+        ours.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """Tokens loaded come from the store, or from a peer."""
-        return self._of_scheduler().hit_sources(request, num_external_tokens)
+        ours = self._of_scheduler()
+        return ours.get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers are to do in this step."""
-        return self._of_scheduler().take_metadata(scheduler_output)
+        return self._of_scheduler().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers reported."""
-        self._of_scheduler().reported(connector_output)
+        self._of_scheduler().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Stored rows, in vLLM's own block hashes."""
@@ -152,7 +152,7 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine that was asked to stop must wait for what it lends."""
-        return self._of_scheduler().is_awaited()
+        return self._of_scheduler().has_pending_push_work()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -164,7 +164,7 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request left the engine: what is lent is pinned, so vLLM need not wait."""
-        return False, self._of_scheduler().finished(request, block_ids)
+        return False, self._of_scheduler().request_finished(request, block_ids)
 
     # Worker side
 
@@ -219,11 +219,16 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> PdStats | None:
         """Pulls (in a worker) and leases (in the scheduler) since the last call."""
-        return (self._worker or self._of_scheduler()).take_stats()
+        if self._worker is not None:
+            return self._worker.take_stats()
+        return self._of_scheduler().get_kv_connector_stats()
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, unpin the memory."""
-        (self._worker or self._of_scheduler()).close()
+        if self._worker is not None:
+            self._worker.close()
+        else:
+            self._of_scheduler().shutdown()
 
     # Class side
 

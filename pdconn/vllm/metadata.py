@@ -1,9 +1,10 @@
-"""What our scheduler and our workers tell each other, in vLLM's classes for it."""
+"""What our scheduler and our workers send each other, in vLLM's classes for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,7 +22,9 @@ from pdconn.puller.commands import Command
 from pdconn.puller.results import ClaimOutcome
 from pdconn.store.commands import StoreCommand, StoreResult
 from pdconn.vllm.cache.partial import PartialBlocks, joined
-from pdconn.vllm.tracing.pulls import TracedPull
+
+if TYPE_CHECKING:
+    from pdconn.vllm.tracing.pulls import TracedPull
 
 
 @dataclass

@@ -62,13 +62,21 @@ def drain_s(config: Any) -> float:
 class ShutdownSignal:
     """Notes that vLLM's engine process was asked to stop.
 
+    Args:
+        wait_s: seconds that leases may hold it up then.
+
     Attributes:
         requested_at: when the first signal since :meth:`watch` came, by ``clock``; None before.
     """
 
-    def __init__(self, clock: Callable[[], float] = steady) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = steady, wait_s: float = 0.0) -> None:
+        self._clock, self._wait_s = clock, wait_s
         self.requested_at: float | None = None
+
+    @property
+    def until(self) -> float | None:
+        """Until when leases may hold it up, by ``clock``; None while no stop was requested."""
+        return None if self.requested_at is None else self.requested_at + self._wait_s
 
     def watch(self) -> None:
         """Stand in front of vLLM's handlers; handlers of other programs are left alone."""

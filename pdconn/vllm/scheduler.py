@@ -1,7 +1,7 @@
-"""The connector's half in the scheduler's process: who answers what vLLM asks.
+"""The connector's half in the scheduler's process: hands vLLM's hooks to the parts that are there.
 
-Three parts may be there: the *producer* lends what this engine computed, the *consumer* decides
-what it pulls, the *store* what it saves and loads.  The engine's thread calls everything here.
+What each part does is in :mod:`~pdconn.vllm.scheduler_part`.  The engine's thread calls everything
+here, by vLLM's own names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable
-from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,30 +24,24 @@ from pdconn.protocol.messages import Described
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
-from pdconn.vllm.blocks.states import without_scratch
-from pdconn.vllm.cache.answers import AnswerWindows
-from pdconn.vllm.cache.lagging import complete_windows, held_tokens
-from pdconn.vllm.cache.partial import PartialBlocks, never_cache
-from pdconn.vllm.cache.quarantine import Quarantine
-from pdconn.vllm.cache.retention import keep_window_of_last_token
+from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.config import Settings
-from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.identity.adapters import AdapterReader
 from pdconn.vllm.identity.changes import WeightChanges
 from pdconn.vllm.identity.greeting import Greeting
-from pdconn.vllm.lends.lendable import answer_of
-from pdconn.vllm.lends.patience import PrefixPatience
+from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.waits import BlockWaits
-from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
+from pdconn.vllm.metadata import PdHandshake, PdMetadata
 from pdconn.vllm.patches.deferred_frees import defer_frees
 from pdconn.vllm.patches.failed_loads import recompute_failed_loads
 from pdconn.vllm.patches.leans import check_leans
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
-from pdconn.vllm.producer import ProducerScheduler
-from pdconn.vllm.prompt import drop_wrong_params, num_computed
+from pdconn.vllm.prompt import num_computed
+from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
-from pdconn.vllm.store.engine import EngineStore
+from pdconn.vllm.store.storing import Storing
 from pdconn.vllm.tracing.pulls import PullSpans
 
 if TYPE_CHECKING:
@@ -59,122 +52,147 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class Parts:
+    """The parts of one engine's half, in the order in which hooks are handed to them.
+
+    Attributes:
+        lending, pulling, storing, waits: those that there are, or None.
+        every: all of them.
+        asked: those that may answer for a request, in the order in which they are asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        lending: Lending | None = None,
+        pulling: Pulling | None = None,
+        storing: Storing | None = None,
+        spans: PullSpans | None = None,
+    ) -> None:
+        self.lending, self.pulling, self.storing = lending, pulling, storing
+        self.waits = None if lending is None else BlockWaits(lending, pulling, steady)
+        # In a step, claims give way before the commands are taken that say so.  A new request's
+        # parameters are a dict once pulling has seen them, and when it ends its blocks are cached
+        # before they are lent.
+        self.every = _there(self.waits, pulling, spans, lending, storing)
+        # Who answers for a request; the first that does not leave it to the next.
+        self.asked = _there(
+            lending,  # 1. it asks for a prefix of ours: nothing is brought, what is held is lent
+            self.waits,  # 2. it is to be lent, and as much is lent as may be: ask again
+            pulling,  # 3. a ticket: promised, or its claim is awaited
+            storing,  # 4. the store: fetched and verified, or looked up
+        )  # 5. none of them: it is computed
+
+
+def _there(*parts: SchedulerPart | None) -> tuple[SchedulerPart, ...]:
+    return tuple(part for part in parts if part is not None)
 
 
 class PdScheduler:
     """What :class:`~pdconn.vllm.connector.PdconnConnector` does in the scheduler's process.
 
     Attributes:
-        completes_hits: whether a pull completes a local hit of which some groups have less
-            than others.  It brings the states whatever is held; windows it brings from what
-            they hold on.
+        parts: those that this engine has.
+        supports_divergent_local_hybrid_hits: whether a local hit is completed of which some groups
+            have less than others.
         weights: hears of calls that may change them.
     """
-
-    _waits: BlockWaits | None = None  # where it lends
-    _patience = cached_property(lambda self: PrefixPatience(steady))
 
     def __init__(
         self, settings: Settings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
-        self._settings = settings
-        self._config = kv_cache_config
+        self._settings, self._config = settings, kv_cache_config
         incarnation = secrets.token_hex(8)
         self._greeting = Greeting(vllm_config, incarnation)
-        self._producer: ProducerScheduler | None = None
-        self._consumer: ConsumerScheduler | None = None
-        self._store: EngineStore | None = None
-        self._promised_by_store: set[str] = set()
-        self._loading_from_store: set[str] = set()
-        self._quarantine = Quarantine()
-        self._shutdown = ShutdownSignal()
-        self._spans = PullSpans.of(vllm_config)
-        self._manager: KVCacheManager | None = None
-        self._answers: AnswerWindows | None = None
-        self.completes_hits = may_lag(kv_cache_config)
-        groups = kv_cache_config.kv_cache_groups
-        self._block_tokens = max(group.kv_cache_spec.block_size for group in groups)
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        if settings.store is not None:
-            self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
         self._adapters = AdapterReader() if settings.enforce_handshake_compat else None
-        has_states = any(keeps_states(kv_cache_config))
-        self._num_lookahead = num_lookahead(vllm_config, has_states)
-        sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._promised: dict[str, SchedulerPart] = {}
+        self.supports_divergent_local_hybrid_hits = may_lag(kv_cache_config)
+        self.parts = self._build_parts(vllm_config, incarnation)
+        self.weights = WeightChanges(self._greeting, self.parts.every, self._serve)
+
+    def _build_parts(self, vllm_config: VllmConfig, incarnation: str) -> Parts:
+        settings, config = self._settings, self._config
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        lending = pulling = storing = None
+        has_states = any(keeps_states(config))
+        lookahead = num_lookahead(vllm_config, has_states)
+        if settings.store is not None:
+            storing = Storing(settings.store, vllm_config, incarnation, config)
         if transfer.is_kv_producer:
-            self._shutdown.watch()
-            self._producer = ProducerScheduler(
+            stop = ShutdownSignal(wait_s=drain_s(vllm_config))
+            stop.watch()
+            lending = Lending(
                 settings,
                 transfer.engine_id,
                 incarnation,
-                sizes,
+                (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
                 has_states=has_states,
                 has_drafts=vllm_config.speculative_config is not None,
-                block_tokens=self._block_tokens,
+                block_tokens=max(g.kv_cache_spec.block_size for g in config.kv_cache_groups),
+                num_lookahead=lookahead,
+                stop=stop,
             )
             if self._adapters is not None:
-                self._producer.proof_of_adapter = self._adapters.proof_of
-            self._drain_s = drain_s(vllm_config)
+                lending.tickets.proof_of_adapter = self._adapters.proof_of
         if transfer.is_kv_consumer:
-            self._consumer = ConsumerScheduler.of(
+            rules = PullRules.of(
                 vllm_config,
+                config,
                 incarnation,
+                has_store=storing is not None,
                 has_states=has_states,
-                num_lookahead=self._num_lookahead,
-                has_store=self._store is not None,
+                num_lookahead=lookahead,
             )
-            self._consumer.adapters = self._adapters
-            if self._producer is not None:
-                self._consumer.take_back_own = self._producer.take_back_own
-        if self._producer is not None:
-            self._waits = BlockWaits(self._producer, self._consumer, steady)
-        if self._consumer is None and settings.debug_faults:
+            pulling = Pulling(rules)
+            pulling.adapters = self._adapters
+            if lending is not None:
+                pulling.take_back_own = lending.take_back_own
+        elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
-        parts = self._producer, self._consumer, self._store
-        self.weights = WeightChanges(self._greeting, *parts, self._serve)
+        spans = None if pulling is None else PullSpans.of(vllm_config)
+        return Parts(lending=lending, pulling=pulling, storing=storing, spans=spans)
 
-    def bind_manager(self, manager: KVCacheManager) -> None:
-        """Let prefill keep what decode's last token attends to, and decode hits of its own.
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Take vLLM's ``KVCacheManager``, before any request.
 
         Raises:
             ConfigError: this vLLM would let us fill blocks that a step still writes, or works in
                 another way than those that were tested.
         """
         check_leans(manager)
-        self._manager = manager
-        if self._consumer is not None or self._store is not None:
+        every = self.parts.every
+        if any(part.fills_blocks for part in every):
             defer_frees()
-            recompute_failed_loads(self._is_load_optional)
-        if self._waits is not None:
-            self._waits.bind(manager)
-        if self._producer is not None:
-            changed = keep_window_of_last_token(manager, self._num_lookahead)
-            log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
-        if self._consumer is not None:
-            told = complete_windows(manager, self._consumer.pulled_until)
-            self.completes_hits = self.completes_hits or told
-            self._answers = AnswerWindows.of(manager, manager.max_model_len)
+            recompute_failed_loads(self.is_load_optional)
+        # Lending first: what pulling keeps of windows counts from what is freed then.
+        for part in reversed(every):
+            part.bind_kv_cache_manager(manager)
+        self.supports_divergent_local_hybrid_hits = (
+            self.supports_divergent_local_hybrid_hits
+            or any(part.supports_divergent_local_hybrid_hits for part in every)
+        )
 
-    def bind_pool(self, pool: BlockPool) -> None:
-        """Where lent and quarantined blocks are pinned."""
-        self._quarantine.bind(pool)
-        if self._producer is not None:
-            self._producer.bind(pool)
-        if self._store is not None:  # after the producer, which finds no block pinned by us then
-            self._store.bind(pool)
-        self.weights.bind(pool)
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Where lent and quarantined blocks, and those that are being saved, are pinned."""
+        # Before a reset the last part that is bound is called first: what is being saved is
+        # unpinned by then, or lending would find blocks that others use, and keep what it lends.
+        for part in self.parts.every:
+            part.bind_gpu_block_pool(pool)
+        self.weights.bind_gpu_block_pool(pool)
 
-    def registered(self, handshakes: dict[tuple[int, int], PdHandshake]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, handshakes: dict[tuple[int, int], PdHandshake]
+    ) -> None:
         """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
         if not self._greeting.registered(handshakes):
             return
-        ranks = [rank.references for rank in self._greeting.welcome.ranks]
-        if self._store is not None:
-            self._store.open(ranks, self._greeting.content, self._splits())
-        if self._consumer is not None:
-            self._consumer.registered(self._splits())
-            self._consumer.doubt = self._greeting.doubt
+        # A store that cannot be opened ends the engine before it lends anything.
+        splits = self._splits()
+        for part in reversed(self.parts.every):
+            part.set_xfer_handshake_metadata(self._greeting, splits)
         self._serve()
 
     def _splits(self) -> Splits:
@@ -188,246 +206,109 @@ class PdScheduler:
         if self._settings.description_file is not None:
             described = msgspec.json.encode(Described.of(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
-        if self._producer is not None:
-            self._producer.serve(welcome, self._splits())
+        splits = self._splits()
+        for part in self.parts.every:
+            part.serve(welcome, splits)
 
-    def arrived(self, request: Request) -> None:
-        """Free what is no longer lent, and claim the request's ticket at its arrival."""
+    # A request
+
+    def on_new_request(self, request: Request) -> None:
+        """A request entered the engine: its ticket is claimed, and what is no longer lent freed."""
         if self._adapters is not None:
             self._adapters.arrived(request)
-        if self._producer is not None:
-            self._producer.unpin_freed()
-        if self._consumer is not None:
-            self._consumer.arrived(request)
-            self._spans.arrived(request)
-            if self._waits is not None:
-                self._waits.arrived(request)
-        else:
-            drop_wrong_params(request)
-        if self._producer is not None:
-            self._producer.arrived(request)
-        if self._store is not None:
-            self._store.arrived(request)
+        for part in self.parts.every:
+            part.on_new_request(request)
 
-    def matched(self, request: Request, num_local: int) -> tuple[int | None, bool]:
-        """A ticket's pull first; without one, or when it is of no use, the store.
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
+        """The answer of the first part that has one; see :class:`Parts` for their order."""
+        self._promised.pop(request.request_id, None)
+        answer = NOTHING
+        for part in self.parts.asked:
+            found = part.get_num_new_matched_tokens(request, num_computed_tokens)
+            if found is not None:
+                answer = found
+                if answer[0]:
+                    self._promised[request.request_id] = part
+                break
+        if answer[0] is not None:
+            for part in self.parts.every:
+                part.note_answer(request)
+        return answer
 
-        See :meth:`ConsumerScheduler.matched` and :meth:`StoreScheduler.matched`.  Nothing is
-        brought for a request that asks for a prefix: it is held here, or refused.
-        """
-        if self._producer is not None and request.request_id in self._producer.prefixes:
-            self._producer.prefixes.looked_up(request, self._held_by_all(request, num_local))
-            if self._waits is not None:
-                self._waits.asked(request)
-            return 0, False
-        if self._waits is not None and self._waits.is_held_back(request):
-            return None, False
-        found = self._matched(request, num_local)
-        if self._waits is not None and found[0] is not None:
-            self._waits.asked(request)
-        return found
-
-    def _matched(self, request: Request, num_local: int) -> tuple[int | None, bool]:
-        found: tuple[int | None, bool] = (0, False)
-        if self._consumer is not None:
-            found = self._consumer.matched(request, num_local)
-            name, count = request.request_id, found[0]
-            if count is not None:
-                self._patience.misses(request, request.num_tokens - num_local - count)
-            elif prefix := self._consumer.prefix_of(name):
-                self._patience.awaits(name, prefix)
-        self._promised_by_store.discard(request.request_id)
-        if found[0] == 0 and self._store is not None:
-            stored = self._store.matched(request, num_local)
-            if stored:
-                self._promised_by_store.add(request.request_id)
-            return stored, bool(stored)
-        return found
-
-    def _held_by_all(self, request: Request, num_local: int) -> int:
-        """Tokens that every group holds of the request's prompt.
-
-        Beside states vLLM tells what full attention does, and beside windows where a pull is
-        promised: it takes what all groups hold if nothing is brought.
-        """
-        if self._manager is None or not self.completes_hits:
-            return num_local
-        agreed = self._manager.get_computed_blocks(request)[1]
-        return min(num_local, agreed - agreed % self._block_tokens)
-
-    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """See :meth:`ConsumerScheduler.allocated` and :meth:`StoreScheduler.allocated`."""
-        name, ids = request.request_id, blocks.get_block_ids()
-        ids = self._config.select_transfer_block_ids(ids)
-        if self._producer is not None:
-            groups = self._config.transfer_groups
-            self._producer.allocated(request, partial(without_scratch, groups, ids))
-        if self._waits is not None:
-            self._waits.allocated(request, num_external)
-        if self._consumer is not None:
-            is_prefix = self._consumer.prefix_of(name) > 0
-            self._patience.allocated(name, num_external if is_prefix else 0)
-        if num_external:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """A request got blocks: the part that promised the external tokens brings them."""
+        promised = self._promised.pop(request.request_id, None)
+        if num_external_tokens:
             self.weights.computed()
-        promised = num_external if name in self._promised_by_store else 0
-        self._promised_by_store.discard(name)
-        is_stored = self._store is not None and self._store.allocated(request, ids, promised)
-        if is_stored:
-            self._loading_from_store.add(name)
-        if self._consumer is not None:
-            held = None
-            if self.completes_hits:
-                held = partial(held_tokens, self._config, blocks.blocks)
-            self._consumer.allocated(request, ids, 0 if is_stored else num_external, held)
+        given = TransferBlocks(self._config, blocks.get_block_ids(), blocks.blocks)
+        for part in self.parts.every:
+            part.update_state_after_alloc(
+                request, given, num_external_tokens, is_promised=part is promised
+            )
 
-    def _is_load_optional(self, request_id: str) -> bool:
-        """Whether a request waits for its store, or for a lent prefix: not for a whole prompt."""
-        if request_id in self._loading_from_store:
-            return True
-        return self._consumer is not None and self._consumer.is_of_prefix(request_id)
-
-    def hit_sources(self, request: Request, num_external: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
         """Tokens loaded come from the store, or from a peer."""
-        if not num_external:
+        if not num_external_tokens:
             return {}
-        is_stored = request.request_id in self._loading_from_store
-        return {CacheHitSource.DISK if is_stored else CacheHitSource.P2P: num_external}
+        for part in self.parts.every:
+            if found := part.get_external_cache_hit_sources(request, num_external_tokens):
+                return found
+        return {CacheHitSource.P2P: num_external_tokens}
 
-    def take_metadata(self, scheduler_output: SchedulerOutput) -> PdMetadata:
+    def is_load_optional(self, request_id: str) -> bool:
+        """Whether a request waits for its store, or for a lent prefix: not for a whole prompt."""
+        return any(part.is_load_optional(request_id) for part in self.parts.every)
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> dict[str, Any] | None:
+        """A request left the engine: what its answer carries, a ticket if it asked for one."""
+        self._promised.pop(request.request_id, None)
+        count = num_computed(request) if request.status in _COMPUTED else 0
+        blocks = TransferBlocks(self._config, block_ids)
+        params = [part.request_finished(request, blocks, count) for part in self.parts.every]
+        return next((one for one in params if one is not None), None)
+
+    # A step
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PdMetadata:
         """What the workers are to do in this step."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
         metadata = PdMetadata(is_idle=num_tokens == 0)
-        if self._waits is not None:
-            self._waits.stepped(num_tokens)
         if num_tokens:
             self.weights.computed()
         metadata.weights = self._greeting.take_weights()
-        if self._consumer is not None:
-            for request_id in self._patience.overdue():
-                self._consumer.abandon(request_id)
-            metadata.commands = self._consumer.take_commands()
-        if self._producer is not None:
-            metadata.to_sum = self._producer.take_sums()
-            self._producer.unpin_freed()
-        if self._store is not None:
-            select = self._config.select_transfer_block_ids
-            metadata.store = self._store.scheduled(scheduler_output, select)
+        for part in self.parts.every:
+            part.build_connector_meta(scheduler_output, metadata)
         return metadata
 
-    def reported(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The workers reported.  The engine frees the blocks of what failed after this."""
-        report = output.kv_connector_worker_meta
-        received = output.finished_recving or ()
-        if isinstance(report, PdWorkerReport):
-            if self._producer is not None:
-                self._producer.add_sums(report.sums)
-            if self._store is not None:
-                self._store.note(report.store)
-        for request_id in received:
-            self._received(request_id, failed=request_id in output.failed_recving)
-        if self._consumer is None:
-            return
-        if isinstance(report, PdWorkerReport):
-            self._consumer.claimed(report.claims)
-            self._spans.pulled(report.pulled)
-            for request_id in report.quarantined:
-                self._quarantine.begin(request_id, self._consumer.blocks_of(request_id))
-            for request_id in report.released:
-                self._quarantine.end(request_id)
-            for request_id, blocks in report.partial.items():
-                if not self._consumer.is_over(request_id):
-                    self._pulled_in_part(request_id, blocks)
-        for request_id in received:
-            self._consumer.reported(request_id)
-
-    def _received(self, request_id: str, *, failed: bool) -> None:
-        """A load or pull has ended, well or not."""
-        self._patience.received(request_id, failed=failed)
-        if self._waits is not None:
-            self._waits.received(request_id)
-        if request_id in self._loading_from_store and self._store is not None:
-            self._loading_from_store.discard(request_id)
-            self._store.loaded(request_id)
-
-    def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
-        if self._manager is not None:
-            never_cache(self._manager, self._config, request_id, blocks)
-        if self._answers is not None:
-            self._answers.pulled_in_part(request_id, blocks)
-        if self._store is not None:
-            self._store.pulled(request_id, blocks)
+        for part in self.parts.every:
+            part.update_connector_output(output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Stored rows, in vLLM's own block hashes."""
-        return () if self._store is None else self._store.take_events()
+        return [event for part in self.parts.every for event in part.take_events()]
 
-    def is_awaited(self) -> bool:
-        """Whether an engine that was asked to stop must wait for what it lends."""
-        requested_at = self._shutdown.requested_at
-        if self._producer is None or requested_at is None:
-            return False
-        return self._producer.drain(requested_at + self._drain_s)
-
-    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """A request left the engine: lend its blocks, and return a ticket, if it asked for one."""
-        if self._answers is not None:
-            is_whole = request.status in _PREFILLED
-            self._answers.finished(request, num_computed(request) if is_whole else 0)
-        if self._consumer is not None:
-            self._consumer.finished(request)
-            self._spans.finished(request.request_id)
-        if self._store is not None:
-            self._promised_by_store.discard(request.request_id)
-            self._store.finished(request)
-        if self._waits is not None:
-            self._waits.finished(request.request_id)
-        self._patience.finished(request.request_id)
-        if self._producer is None:
-            return None
-        ticket = None
-        params = request.kv_transfer_params
-        if params and request.status in _PREFILLED and self._greeting.is_proven:
-            is_for_decode = params.get("do_remote_decode")
-            ticket = (self._lend if is_for_decode else self._lend_back)(request, block_ids)
-        self._producer.finished(request)
-        return ticket
-
-    def _lend(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """The prompt, to decode."""
-        assert self._producer is not None
-        return self._producer.lend(request, self._held(block_ids, num_computed(request)))
-
-    def _lend_back(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> dict[str, Any] | None:
-        """Prompt and answer, to who computes the next turn, if their ticket is wanted."""
-        assert self._producer is not None
-        answers = self._producer.answers
-        if answers is None or self._manager is None or not answers.asked(request):
-            return None
-        num_tokens = num_computed(request)
-        if not num_tokens:
-            return None
-        held = self._held(block_ids, num_tokens)
-        answer = answer_of(self._manager, self._config, request, held, num_tokens)
-        return self._producer.lend_back(request, answer)
-
-    def _held(self, block_ids: tuple[list[int], ...], num_tokens: int) -> tuple[list[int], ...]:
-        """Blocks of so many tokens, by transferred group."""
-        ids = self._config.select_transfer_block_ids(block_ids)
-        return without_scratch(self._config.transfer_groups, ids, num_tokens)
-
-    def take_stats(self) -> PdStats | None:
-        """Leases and rows since the last call."""
+    def get_kv_connector_stats(self) -> PdStats | None:
+        """Leases, tickets and rows since the last call."""
         counts: dict[str, int] = {}
-        for part in (self._producer, self._consumer, self._store):
-            if part is not None:
-                counts |= part.take_counts()
-        gauges = {} if self._store is None else self._store.take_gauges()
+        gauges: dict[str, int] = {}
+        for part in self.parts.every:
+            counts |= part.take_counts()
+            gauges |= part.take_gauges()
         return PdStats({"counts": counts, "gauges": gauges}) if counts or gauges else None
 
-    def close(self) -> None:
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine that was asked to stop must wait for what it lends."""
+        return any(part.has_pending_push_work() for part in self.parts.every)
+
+    def shutdown(self) -> None:
         """Stop every thread, close every socket."""
-        for part in (self._producer, self._store):
-            if part is not None:
-                part.close()
+        for part in self.parts.every:
+            part.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import read_settings
-from pdconn.vllm.producer import ProducerScheduler
 from tests.fakes.pair import Cache
-from tests.vllm.producer.scheduler import Clock, Pool
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's, for every test below
+    from pdconn.vllm.lends.lending import Lending
+    from tests.vllm.producer.scheduler import Clock, Pool
 
 
 @pytest.fixture
@@ -30,12 +34,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def lending(pool: Pool, lease_s: float, clock: Clock) -> Iterator[ProducerScheduler]:
+def lending(pool: Pool, lease_s: float, clock: Clock) -> Iterator[Lending]:
     [port] = free_ports(1)
     settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
-    made = ProducerScheduler(settings, "p", "boot", (1, 1), clock=clock)
-    made.bind(pool)
+    made = Lending(settings, "p", "boot", (1, 1), clock=clock)
+    made.bind_gpu_block_pool(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
     made.serve(Welcome.of("p", "boot", {}, (geometry,)))
     yield made
-    made.close()
+    made.shutdown()

@@ -19,7 +19,7 @@ from pdconn.sidechannel.advertise import NoAdvertisedHost
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security, Unprotected
 from pdconn.tools.lab.ports import free_ports
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.lends.lending import Lending
 from tests.fakes.pair import Cache
 from tests.vllm.producer.scheduler import Pool, request
 
@@ -51,15 +51,15 @@ def config(role: str = "kv_producer", rank: int = 0, **extra: Any) -> Any:
 
 
 @contextmanager
-def lending(given: Any) -> Iterator[ProducerScheduler]:
-    made = ProducerScheduler(settings_of(given), "p", "boot", (1, 1))
-    made.bind(Pool())
+def lending(given: Any) -> Iterator[Lending]:
+    made = Lending(settings_of(given), "p", "boot", (1, 1))
+    made.bind_gpu_block_pool(Pool())
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
     made.serve(Welcome.of("p", "boot", {}, (geometry,)))
     try:
         yield made
     finally:
-        made.close()
+        made.shutdown()
 
 
 def ticket_of(given: Any) -> tuple[str, int]:
@@ -110,7 +110,7 @@ def test_prefill_that_knows_no_address_of_its_own_says_so_at_its_start(
 ) -> None:
     environ.setenv("PDCONN_SECRET", SECRET)
     with pytest.raises(NoAdvertisedHost, match=r"advertise_host: expected a host .* 127\.0\.0\.1"):
-        ProducerScheduler(settings_of(config()), "p", "boot", (1, 1))
+        Lending(settings_of(config()), "p", "boot", (1, 1))
 
 
 @pytest.mark.usefixtures("environ")

@@ -9,7 +9,6 @@ import logging
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from hypothesis import strategies as st
 
 from pdconn.puller.commands import CancelPull, ClaimTicket, FailPull, ReadBlocks
 from pdconn.puller.results import ClaimOutcome
-from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from tests.fakes.simulated.hooks import allocated, finished, half_of, matched
 from tests.vllm.test_consumer import BLOCKS, MAX_MODEL_LEN, PROMPT, kinds, request
 
 with warnings.catch_warnings():
@@ -26,8 +26,8 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
 
     from pdconn.vllm.metadata import PdWorkerReport
-    from pdconn.vllm.scheduler import PdScheduler
-    from pdconn.vllm.tracing.pulls import PullSpans
+    from pdconn.vllm.scheduler import Parts
+    from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 
 RANKS = 2
 GONE = "side channel: closed by the peer"
@@ -40,21 +40,23 @@ class Asked:
         self,
         recompute: bool = False,
         prefix_caching: bool = False,
-        kind: type[ConsumerScheduler] = ConsumerScheduler,
+        kind: type[Pulling] = Pulling,
     ) -> None:
         self.side = kind(
-            "here", recompute, prefix_caching, MAX_MODEL_LEN, num_ranks=RANKS, is_awaiting=True
+            PullRules(
+                "here", recompute, prefix_caching, MAX_MODEL_LEN, num_ranks=RANKS, is_awaiting=True
+            )
         )
         self.claims: dict[str, ClaimTicket] = {}
 
     def arrive(self, asked: Any) -> None:
-        self.side.arrived(asked)
+        self.side.on_new_request(asked)
         for command in self.side.take_commands():
             if isinstance(command, ClaimTicket):
                 self.claims[command.request] = command
 
     def told(self, name: str, rank: int, problem: str | None = None) -> None:
-        self.side.claimed([ClaimOutcome(name, self.claims[name].pull, rank, problem)])
+        self.side.note_claims([ClaimOutcome(name, self.claims[name].pull, rank, problem)])
 
     def grant(self, name: str, ranks: Iterable[int] = range(RANKS)) -> None:
         for rank in ranks:
@@ -66,24 +68,24 @@ def test_a_ticket_is_promised_when_every_rank_was_granted_it() -> None:
     engine.arrive(asked)
     assert engine.claims["d"].is_awaited
     for rank in range(RANKS):
-        assert engine.side.matched(asked, 0) == (None, False)
+        assert matched(engine.side, asked, 0) == (None, False)
         engine.told("d", 0)  # the same rank again is no other rank
         engine.told("d", rank)
-    assert engine.side.matched(asked, 0) == (39, True)
-    engine.side.allocated(asked, BLOCKS, 39)
+    assert matched(engine.side, asked, 0) == (39, True)
+    allocated(engine.side, asked, BLOCKS, 39)
     assert kinds(engine.side.take_commands()) == [ReadBlocks]
-    engine.side.reported("d")
+    engine.side.end_pull("d")
     assert len(engine.side) == 0
     assert engine.side.take_counts() == {}
 
 
 def test_without_a_store_it_is_promised_at_once() -> None:
-    side, asked = ConsumerScheduler("here", False, False, MAX_MODEL_LEN), request()
-    side.arrived(asked)
+    side, asked = Pulling(PullRules("here", False, False, MAX_MODEL_LEN)), request()
+    side.on_new_request(asked)
     [claim] = side.take_commands()
     assert isinstance(claim, ClaimTicket)
     assert not claim.is_awaited
-    assert side.matched(asked, 0) == (39, True)
+    assert matched(side, asked, 0) == (39, True)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -94,18 +96,18 @@ def test_a_claim_that_fails_or_is_lost_leaves_the_request_to_the_store(
     engine, asked = Asked(recompute), request()
     engine.arrive(asked)
     engine.grant("d", granted)
-    engine.side.matched(asked, 0)
+    matched(engine.side, asked, 0)
     with caplog.at_level(logging.WARNING, logger="pdconn"):
         for rank in (1, 0):  # both ranks lose their lender, one a little later
             engine.told("d", rank, GONE)
-    assert engine.side.matched(asked, 0) == (0, False)
+    assert matched(engine.side, asked, 0) == (0, False)
     assert engine.side.take_commands() == [CancelPull("d")], "the claim is given back, once"
     assert engine.side.take_counts() == {"tickets_gone": 1}
     [line] = caplog.messages
     assert "lender=p at localhost:5600" in line
     assert f"reason={GONE}" in line
-    engine.side.allocated(asked, BLOCKS, 0)
-    engine.side.finished(asked)
+    allocated(engine.side, asked, BLOCKS, 0)
+    finished(engine.side, asked)
     assert engine.side.take_commands() == []
     assert len(engine.side) == 0
 
@@ -114,21 +116,21 @@ def test_a_grant_lost_while_there_are_no_blocks_is_no_longer_promised() -> None:
     engine, asked = Asked(), request()
     engine.arrive(asked)
     engine.grant("d")
-    assert engine.side.matched(asked, 0) == (39, True), "and no blocks were free"
+    assert matched(engine.side, asked, 0) == (39, True), "and no blocks were free"
     engine.told("d", 0, GONE)
-    assert engine.side.matched(asked, 0) == (0, False)
+    assert matched(engine.side, asked, 0) == (0, False)
 
 
 def test_a_claim_that_is_lost_when_there_are_blocks_is_the_pulls_matter() -> None:
     engine, asked = Asked(), request()
     engine.arrive(asked)
     engine.grant("d")
-    engine.side.matched(asked, 0)
-    engine.side.allocated(asked, BLOCKS, 39)
+    matched(engine.side, asked, 0)
+    allocated(engine.side, asked, BLOCKS, 39)
     engine.told("d", 0, GONE)
     assert kinds(engine.side.take_commands()) == [ReadBlocks]
     assert len(engine.side) == 1, "until the workers report"
-    engine.side.reported("d")
+    engine.side.end_pull("d")
     assert len(engine.side) == 0
 
 
@@ -136,16 +138,16 @@ def test_a_claim_that_is_lost_when_there_are_blocks_is_the_pulls_matter() -> Non
 def test_a_full_local_hit_waits_for_no_claim(num_local: int) -> None:
     engine, asked = Asked(), request()
     engine.arrive(asked)
-    assert engine.side.matched(asked, num_local) == (0, False)
-    engine.side.allocated(asked, BLOCKS, 0)
+    assert matched(engine.side, asked, num_local) == (0, False)
+    allocated(engine.side, asked, BLOCKS, 0)
     assert engine.side.take_commands() == [CancelPull("d")]
 
 
 def test_a_request_aborted_while_it_waits_gives_its_claim_up_and_hears_nothing_more() -> None:
     engine, asked = Asked(), request()
     engine.arrive(asked)
-    assert engine.side.matched(asked, 0) == (None, False)
-    engine.side.finished(asked)
+    assert matched(engine.side, asked, 0) == (None, False)
+    finished(engine.side, asked)
     engine.told("d", 0)
     engine.told("d", 1, GONE)
     assert engine.side.take_commands() == [CancelPull("d")]
@@ -157,13 +159,13 @@ def test_what_is_told_of_an_earlier_request_of_the_same_name_is_left_out() -> No
     engine, first, second = Asked(), request(), request()
     engine.arrive(first)
     earlier = engine.claims["d"].pull
-    engine.side.finished(first)
+    finished(engine.side, first)
     engine.arrive(second)
-    engine.side.claimed([ClaimOutcome("d", earlier, rank) for rank in range(RANKS)])
-    assert engine.side.matched(second, 0) == (None, False)
-    engine.side.claimed([ClaimOutcome("d", earlier, 0, GONE)])
+    engine.side.note_claims([ClaimOutcome("d", earlier, rank) for rank in range(RANKS)])
+    assert matched(engine.side, second, 0) == (None, False)
+    engine.side.note_claims([ClaimOutcome("d", earlier, 0, GONE)])
     engine.grant("d")
-    assert engine.side.matched(second, 0) == (39, True)
+    assert matched(engine.side, second, 0) == (39, True)
 
 
 @pytest.mark.parametrize("wrong", [{"remote_port": "x"}, {"remote_num_tokens": "x"}])
@@ -172,10 +174,10 @@ def test_a_wrong_ticket_is_its_clients_error_with_a_store_too(wrong: Any, recomp
     """It fails, or is computed, as the policy says, and waits for nothing."""
     engine, asked = Asked(recompute), request(**wrong)
     engine.arrive(asked)
-    assert engine.side.matched(asked, 0) == ((0, False) if recompute else (39, True))
+    assert matched(engine.side, asked, 0) == ((0, False) if recompute else (39, True))
     if "d" in engine.claims:
         engine.told("d", 0, GONE)
-    engine.side.allocated(asked, BLOCKS, 0 if recompute else 39)
+    allocated(engine.side, asked, BLOCKS, 0 if recompute else 39)
     commands = engine.side.take_commands()
     assert kinds(commands).count(FailPull) == (0 if recompute else 1)
     assert kinds(commands).count(CancelPull) == len(engine.claims)
@@ -187,8 +189,8 @@ def test_a_ticket_for_another_prompt_is_given_up_at_every_rank(recompute: bool) 
     """Its request is computed, and waits for no claim, whatever the policy says of pulls."""
     engine, asked = Asked(recompute), request(remote_num_tokens=3)
     engine.arrive(asked)
-    assert engine.side.matched(asked, 0) == (0, False)
-    engine.side.allocated(asked, BLOCKS, 0)
+    assert matched(engine.side, asked, 0) == (0, False)
+    allocated(engine.side, asked, BLOCKS, 0)
     assert kinds(engine.side.take_commands()).count(CancelPull) == 1
     assert engine.side.take_counts() == {"tickets_mistaken": 1}
     assert len(engine.side) == 0
@@ -198,10 +200,10 @@ def test_a_preempted_request_waits_for_no_claim() -> None:
     engine, asked = Asked(), request()
     engine.arrive(asked)
     engine.grant("d")
-    engine.side.matched(asked, 0)
-    engine.side.allocated(asked, BLOCKS, 39)
-    engine.side.reported("d")
-    assert engine.side.matched(asked, 0) == (0, False)
+    matched(engine.side, asked, 0)
+    allocated(engine.side, asked, BLOCKS, 39)
+    engine.side.end_pull("d")
+    assert matched(engine.side, asked, 0) == (0, False)
 
 
 # Siblings
@@ -213,12 +215,12 @@ def test_a_sibling_whose_claim_fails_waits_for_the_first_pull_all_the_same() -> 
     for asked in (first, second):
         engine.arrive(asked)
     engine.grant("0_d")
-    engine.side.matched(first, 0)
-    engine.side.allocated(first, BLOCKS, 39)
+    matched(engine.side, first, 0)
+    allocated(engine.side, first, BLOCKS, 39)
     engine.told("1_d", 0, "refused, consumed: ")
-    assert engine.side.matched(second, 0) == (None, False)
-    engine.side.reported("0_d")
-    assert engine.side.matched(second, 32) == (0, False), "the rest is the store's, or computed"
+    assert matched(engine.side, second, 0) == (None, False)
+    engine.side.end_pull("0_d")
+    assert matched(engine.side, second, 32) == (0, False), "the rest is the store's, or computed"
 
 
 def test_siblings_of_a_lender_that_is_gone_all_go_to_the_store() -> None:
@@ -229,12 +231,12 @@ def test_siblings_of_a_lender_that_is_gone_all_go_to_the_store() -> None:
     for asked in siblings:
         engine.told(asked.request_id, 0, GONE)
     for asked in siblings:
-        assert engine.side.matched(asked, 0) == (0, False)
-        engine.side.allocated(asked, BLOCKS, 0)
+        assert matched(engine.side, asked, 0) == (0, False)
+        allocated(engine.side, asked, BLOCKS, 0)
     late = request("3_d")
     engine.arrive(late)
     assert "3_d" in engine.claims, "no pull began, so it asks for itself"
-    assert engine.side.matched(late, 0) == (None, False)
+    assert matched(engine.side, late, 0) == (None, False)
 
 
 # From the workers to the store
@@ -243,21 +245,18 @@ def test_siblings_of_a_lender_that_is_gone_all_go_to_the_store() -> None:
 def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
     asked_of_store: list[int] = []
 
-    def matched(request: Any, num_local: int) -> int:
-        del request
-        asked_of_store.append(num_local)
-        return 32
+    class Stored(SchedulerPart):
+        """Has 32 tokens of every prompt."""
 
-    scheduler: Any = PdScheduler.__new__(PdScheduler)
-    scheduler._spans = PullSpans()
-    scheduler._answers = None
-    scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
-    scheduler._promised_by_store = set()
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched:
+            asked_of_store.append(num_computed_tokens)
+            return 32, True
+
     engine, asked = Asked(), request()
-    scheduler._consumer = engine.side
-    scheduler._store = SimpleNamespace(matched=matched, note=lambda results: None)
+    storing: Any = Stored()
+    scheduler = half_of(Parts(pulling=engine.side, storing=storing))
     engine.arrive(asked)
-    assert scheduler.matched(asked, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(asked, 0) == (None, False)
     assert not asked_of_store
     pull = engine.claims["d"].pull
     reports = [
@@ -266,28 +265,28 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
     ]
     assert not any(report.is_empty for report in reports)
     joined = reports[0].aggregate(reports[1])
-    scheduler.reported(KVConnectorOutput(kv_connector_worker_meta=joined))
-    assert scheduler.matched(asked, 0) == (32, True)
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=joined))
+    assert scheduler.get_num_new_matched_tokens(asked, 0) == (32, True)
     assert asked_of_store == [0]
 
 
 # Every order of events
 
 
-class AtTheFirstGrant(ConsumerScheduler):
+class AtTheFirstGrant(Pulling):
     """As one that does not wait for the other ranks."""
 
-    def claimed(self, outcomes: Iterable[ClaimOutcome]) -> None:
+    def note_claims(self, outcomes: Iterable[ClaimOutcome]) -> None:
         for told in outcomes:
             every = [told] if told.problem else [replace(told, rank=rank) for rank in range(RANKS)]
-            super().claimed(every)
+            super().note_claims(every)
 
 
-class DeafToLosses(ConsumerScheduler):
+class DeafToLosses(Pulling):
     """As one that believes a grant for ever."""
 
-    def claimed(self, outcomes: Iterable[ClaimOutcome]) -> None:
-        super().claimed([told for told in outcomes if told.problem is None])
+    def note_claims(self, outcomes: Iterable[ClaimOutcome]) -> None:
+        super().note_claims([told for told in outcomes if told.problem is None])
 
 
 EVENTS = st.lists(
@@ -299,7 +298,7 @@ EVENTS = st.lists(
 )
 
 
-def _run(events: Any, recompute: bool, kind: type[ConsumerScheduler] = ConsumerScheduler) -> None:
+def _run(events: Any, recompute: bool, kind: type[Pulling] = Pulling) -> None:
     """Ask and tell in the order given; an ask that is answered may find blocks or not."""
     engine, asked = Asked(recompute, kind=kind), request()
     engine.arrive(asked)
@@ -312,7 +311,7 @@ def _run(events: Any, recompute: bool, kind: type[ConsumerScheduler] = ConsumerS
             (granted if flag else failed).add(number)
             engine.told("d", number, None if flag else GONE)
             continue
-        count, is_async = engine.side.matched(asked, number)
+        count, is_async = matched(engine.side, asked, number)
         rest = len(PROMPT) - 1 - number
         if rest == 0 or failed:
             assert (count, is_async) == (0, False)
@@ -321,14 +320,14 @@ def _run(events: Any, recompute: bool, kind: type[ConsumerScheduler] = ConsumerS
         else:
             assert (count, is_async) == (None, False)
         if count is not None and flag:
-            engine.side.allocated(asked, BLOCKS, count)
+            allocated(engine.side, asked, BLOCKS, count)
             break
-    engine.side.finished(asked)
+    finished(engine.side, asked)
     commands = engine.side.take_commands()
     assert CancelPull("d") in commands, "the lender is told in the end"
     assert kinds(commands).count(ReadBlocks) == (len(engine.side) > 0)
     assert FailPull not in kinds(commands)
-    engine.side.reported("d")
+    engine.side.end_pull("d")
     assert len(engine.side) == 0
 
 
@@ -339,7 +338,7 @@ def test_promised_if_and_only_if_every_rank_holds_its_claim(events: Any, recompu
 
 
 @pytest.mark.parametrize("kind", [AtTheFirstGrant, DeafToLosses])
-def test_that_law_notices_a_promise_too_early(kind: type[ConsumerScheduler]) -> None:
+def test_that_law_notices_a_promise_too_early(kind: type[Pulling]) -> None:
     @settings(max_examples=300, deadline=None, database=None)
     @given(events=EVENTS)
     def run(events: Any) -> None:

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pdconn.vllm.consumer import ConsumerScheduler
+from tests.fakes.simulated.hooks import half_of
 from tests.fakes.simulated.requests import vllm_request
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from vllm.v1.request import RequestStatus
 
+    from pdconn.vllm.config import read_settings
     from pdconn.vllm.connector import PdconnConnector
-    from pdconn.vllm.scheduler import PdScheduler
-    from pdconn.vllm.tracing.pulls import PullSpans
+    from pdconn.vllm.lends.lending import Lending
+    from pdconn.vllm.pulls.pulling import Pulling, PullRules
+    from pdconn.vllm.scheduler import Parts
 
 
 def connector(role: str) -> Any:
     """As it is in the scheduler of an engine of this role, without a side channel."""
-    made: Any = PdScheduler.__new__(PdScheduler)
-    made._spans = PullSpans()
-    made._adapters = None
-    made._greeting = SimpleNamespace(weights=None, is_proven=True)
-    made.weights = SimpleNamespace(computed=lambda: None)
-    made._producer = made._consumer = made._store = made._answers = None
-    made._loading_from_store = set()
-    if role != "decode":
-        made._producer = SimpleNamespace(
-            unpin_freed=lambda: None, arrived=lambda request: None, finished=lambda request: None
-        )
-    if role != "prefill":
-        made._consumer = ConsumerScheduler("here", True, False, max_model_len=2048)
+    settings = read_settings({}, "127.0.0.1", 1, 0)
+    lending = None if role == "decode" else Lending(settings, "e", "here", (1, 1))
+    rules = PullRules("here", True, False, max_model_len=2048)
+    pulling = None if role == "prefill" else Pulling(rules)
     connector: Any = PdconnConnector.__new__(PdconnConnector)
-    connector._worker, connector._scheduler = None, made
+    connector._worker = None
+    connector._scheduler = half_of(Parts(lending=lending, pulling=pulling))
     return connector
 
 

@@ -11,8 +11,9 @@ import pytest
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
-from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
+from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from tests.fakes.simulated.hooks import allocated, finished, matched
 from tests.fakes.simulated.requests import vllm_request
 
 PROMPT = list(range(100, 140))
@@ -46,8 +47,8 @@ def own_ticket() -> dict[str, Any]:
     return {"pdconn": {**params, "incarnation": "here"}}
 
 
-def consumer(recompute: bool = False, prefix_caching: bool = False) -> ConsumerScheduler:
-    return ConsumerScheduler("here", recompute, prefix_caching, max_model_len=MAX_MODEL_LEN)
+def consumer(recompute: bool = False, prefix_caching: bool = False) -> Pulling:
+    return Pulling(PullRules("here", recompute, prefix_caching, max_model_len=MAX_MODEL_LEN))
 
 
 def kinds(commands: list[Command]) -> list[type[Command]]:
@@ -56,18 +57,18 @@ def kinds(commands: list[Command]) -> list[type[Command]]:
 
 def test_a_ticket_is_claimed_at_its_arrival_and_read_with_blocks() -> None:
     side, asked = consumer(), request()
-    side.arrived(asked)
+    side.on_new_request(asked)
     [claim] = side.take_commands()
     assert isinstance(claim, ClaimTicket)
     assert (claim.request, claim.ticket.request_id) == ("d", "r")
     assert claim.pull.startswith("here/")
-    assert side.matched(asked, 0) == (39, True)
-    side.allocated(asked, BLOCKS, 39)
+    assert matched(side, asked, 0) == (39, True)
+    allocated(side, asked, BLOCKS, 39)
     [read] = side.take_commands()
     assert isinstance(read, ReadBlocks)
     assert (read.request, read.need.tokens) == ("d", (range(39),) * 2)
     assert read.need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
-    side.reported("d")
+    side.end_pull("d")
     assert len(side) == 0
 
 
@@ -75,10 +76,10 @@ def test_commands_reach_a_worker_in_another_process_as_they_were_made() -> None:
     """vLLM pickles a step's metadata."""
     side, asked, wrong = consumer(), request(), request("w", remote_port="x")
     for each in (asked, wrong):
-        side.arrived(each)
-        side.matched(each, 0)
-        side.allocated(each, BLOCKS, 39)
-        side.finished(each)
+        side.on_new_request(each)
+        matched(side, each, 0)
+        allocated(side, each, BLOCKS, 39)
+        finished(side, each)
     commands = side.take_commands()
     assert set(kinds(commands)) == {ClaimTicket, ReadBlocks, FailPull, CancelPull}
     assert pickle.loads(pickle.dumps(commands)) == commands
@@ -86,16 +87,16 @@ def test_commands_reach_a_worker_in_another_process_as_they_were_made() -> None:
 
 def test_the_last_token_is_never_pulled() -> None:
     side, asked = consumer(), request(prompt=PROMPT[:1])
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (0, False)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (0, False)
 
 
 def test_a_local_hit_is_not_pulled_again() -> None:
     side, asked = consumer(), request()
-    side.arrived(asked)
+    side.on_new_request(asked)
     side.take_commands()
-    assert side.matched(asked, 32) == (7, True)
-    side.allocated(asked, BLOCKS, 7)
+    assert matched(side, asked, 32) == (7, True)
+    allocated(side, asked, BLOCKS, 7)
     [read] = side.take_commands()
     assert isinstance(read, ReadBlocks)
     assert read.need.tokens == (range(32, 39),) * 2
@@ -103,17 +104,17 @@ def test_a_local_hit_is_not_pulled_again() -> None:
 
 def test_a_full_local_hit_gives_the_claim_up_and_reports_nothing() -> None:
     side, asked = consumer(), request()
-    side.arrived(asked)
-    assert side.matched(asked, 39) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
+    side.on_new_request(asked)
+    assert matched(side, asked, 39) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
     assert kinds(side.take_commands()) == [ClaimTicket, CancelPull]
     assert len(side) == 0
 
 
 def test_a_request_rejected_at_its_arrival_gives_its_claim_up() -> None:
     side, asked = consumer(), request()
-    side.arrived(asked)
-    side.finished(asked)
+    side.on_new_request(asked)
+    finished(side, asked)
     commands = side.take_commands()
     assert kinds(commands) == [ClaimTicket, CancelPull]
     assert {command.request for command in commands} == {"d"}
@@ -122,15 +123,15 @@ def test_a_request_rejected_at_its_arrival_gives_its_claim_up() -> None:
 
 def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None:
     side, asked = consumer(), request()
-    side.arrived(asked)
-    side.matched(asked, 0)
-    side.allocated(asked, BLOCKS, 39)
+    side.on_new_request(asked)
+    matched(side, asked, 0)
+    allocated(side, asked, BLOCKS, 39)
     assert not side.is_over("d")
-    side.finished(asked)
+    finished(side, asked)
     assert side.is_over("d")
     assert side.take_commands()[-1] == CancelPull("d")
     assert len(side) == 1
-    side.reported("d")
+    side.end_pull("d")
     assert len(side) == 0
     assert side.is_over("d")
 
@@ -138,11 +139,11 @@ def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None
 def test_the_engine_is_not_asked_to_pull_twice() -> None:
     """A pull that failed is recomputed, not pulled again; so is a preempted request."""
     side, asked = consumer(recompute=True), request()
-    side.arrived(asked)
-    side.matched(asked, 0)
-    side.allocated(asked, BLOCKS, 39)
-    side.reported("d")
-    assert side.matched(asked, 0) == (0, False)
+    side.on_new_request(asked)
+    matched(side, asked, 0)
+    allocated(side, asked, BLOCKS, 39)
+    side.end_pull("d")
+    assert matched(side, asked, 0) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -155,23 +156,23 @@ def test_the_engine_is_not_asked_to_pull_twice() -> None:
 )
 def test_a_wrong_ticket_fails_the_request_when_failing_is_the_policy(wrong: Any) -> None:
     side, asked = consumer(), request(**wrong)
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (39, True)
-    side.allocated(asked, BLOCKS, 39)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (39, True)
+    allocated(side, asked, BLOCKS, 39)
     commands = side.take_commands()
     assert ReadBlocks not in kinds(commands)
     [failed] = [command for command in commands if isinstance(command, FailPull)]
     assert failed.request == "d"
     assert "expected" in failed.reason
-    side.reported("d")
+    side.end_pull("d")
     assert len(side) == 0
 
 
 def test_a_wrong_ticket_is_recomputed_when_that_is_the_policy() -> None:
     side, asked = consumer(recompute=True), request(remote_port="x")
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
     assert side.take_commands() == []
     assert len(side) == 0
 
@@ -188,12 +189,12 @@ def test_parameters_that_are_no_dict_are_a_wrong_ticket(
     side, asked = consumer(recompute), request()
     asked.kv_transfer_params = params
     with caplog.at_level(logging.WARNING, logger="pdconn"):
-        side.arrived(asked)
+        side.on_new_request(asked)
     assert asked.kv_transfer_params.get("do_remote_prefill"), "vLLM asks a dict next"
-    assert side.matched(asked, 0) == ((0, False) if recompute else (39, True))
-    side.allocated(asked, BLOCKS, 0 if recompute else 39)
+    assert matched(side, asked, 0) == ((0, False) if recompute else (39, True))
+    allocated(side, asked, BLOCKS, 0 if recompute else 39)
     assert kinds(side.take_commands()) == ([] if recompute else [FailPull])
-    side.reported("d")
+    side.end_pull("d")
     assert len(side) == 0
     [line] = caplog.messages
     assert line.startswith("pdconn: ticket of 'd' is wrong: kv_transfer_params: expected an object")
@@ -204,7 +205,7 @@ def test_parameters_that_are_no_dict_are_a_wrong_ticket(
 def test_no_parameters_are_no_ticket(params: object) -> None:
     side, asked = consumer(), request()
     asked.kv_transfer_params = params
-    side.arrived(asked)
+    side.on_new_request(asked)
     assert len(side) == 0
 
 
@@ -215,9 +216,9 @@ def blocks_listed(count: int) -> dict[str, Any]:
 def test_a_ticket_of_more_blocks_than_its_prompt_can_have_is_wrong() -> None:
     """Of a prompt of 40 tokens; one of millions of ids held the engine for seconds."""
     side, asked = consumer(), request(**blocks_listed(100_000))
-    side.arrived(asked)
-    side.matched(asked, 0)
-    side.allocated(asked, BLOCKS, 39)
+    side.on_new_request(asked)
+    matched(side, asked, 0)
+    allocated(side, asked, BLOCKS, 39)
     [failed] = side.take_commands()
     assert isinstance(failed, FailPull)
     assert failed.reason == "remote_block_ids: expected at most 4256 blocks, got 100000"
@@ -227,8 +228,8 @@ def test_a_rejected_request_gives_the_ticket_of_a_long_prompt_back() -> None:
     """vLLM sends one token in its stead; judged by that, its lease would wait for its end."""
     side, asked = consumer(), request(prompt=[0], **blocks_listed(100_000))
     asked.abort_immediately = True
-    side.arrived(asked)
-    side.finished(asked)
+    side.on_new_request(asked)
+    finished(side, asked)
     assert kinds(side.take_commands()) == [ClaimTicket, CancelPull]
 
 
@@ -241,9 +242,9 @@ def test_another_prompts_ticket_is_given_up_and_its_request_computed(
 ) -> None:
     """A chat template that asks the clock: each chat was answered 500 under the policy fail."""
     side, asked = consumer(recompute), request(prompt=prompt)
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
     claim, cancel = side.take_commands()
     assert isinstance(claim, ClaimTicket)
     assert cancel == CancelPull("d")
@@ -259,14 +260,14 @@ def test_a_ticket_of_this_very_engine_is_left_out_and_its_request_computed(
     side, asked = consumer(recompute), request(**own_ticket())
     taken_back: list[Ticket] = []
     side.take_back_own = taken_back.append
-    side.arrived(request("other"))
+    side.on_new_request(request("other"))
     assert not taken_back, "it is another engine's"
-    side.finished(request("other"))
+    finished(side, request("other"))
     side.take_commands()
-    side.arrived(asked)
+    side.on_new_request(asked)
     assert [ticket.incarnation for ticket in taken_back] == ["here"]
-    assert side.matched(asked, 32) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
+    assert matched(side, asked, 32) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
     assert ClaimTicket not in kinds(side.take_commands())
     assert side.take_counts() == {"tickets_gone": 1}
     assert len(side) == 0
@@ -275,8 +276,8 @@ def test_a_ticket_of_this_very_engine_is_left_out_and_its_request_computed(
 def test_a_ticket_that_is_none_still_costs_what_the_policy_says() -> None:
     """The control: nobody knows whose mistake it is."""
     side, asked = consumer(), request(remote_port="x")
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (39, True)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (39, True)
     assert side.take_counts() == {}
 
 
@@ -284,22 +285,22 @@ def test_siblings_wait_for_the_first_pull_and_then_hit_it() -> None:
     side = consumer(prefix_caching=True)
     first, second = request("0_d"), request("1_d")
     for asked in (first, second):
-        side.arrived(asked)
-    side.matched(first, 0)
-    side.allocated(first, BLOCKS, 39)
-    assert side.matched(second, 0) == (None, False)
-    side.reported("0_d")
-    assert side.matched(second, 32) == (7, True)
+        side.on_new_request(asked)
+    matched(side, first, 0)
+    allocated(side, first, BLOCKS, 39)
+    assert matched(side, second, 0) == (None, False)
+    side.end_pull("0_d")
+    assert matched(side, second, 32) == (7, True)
 
 
 def test_siblings_without_prefix_caching_pull_each_for_itself() -> None:
     side = consumer()
     first, second = request("0_d"), request("1_d")
     for asked in (first, second):
-        side.arrived(asked)
+        side.on_new_request(asked)
     for asked in (first, second):
-        assert side.matched(asked, 0) == (39, True)
-        side.allocated(asked, BLOCKS, 39)
+        assert matched(side, asked, 0) == (39, True)
+        allocated(side, asked, BLOCKS, 39)
     commands = side.take_commands()
     assert len({command.pull for command in commands if isinstance(command, ClaimTicket)}) == 2
     assert kinds(commands).count(ReadBlocks) == 2
@@ -307,61 +308,61 @@ def test_siblings_without_prefix_caching_pull_each_for_itself() -> None:
 
 def test_a_sibling_that_comes_too_late_computes_for_itself() -> None:
     side, first, late = consumer(), request("0_d"), request("1_d")
-    side.arrived(first)
-    side.matched(first, 0)
-    side.allocated(first, BLOCKS, 39)
-    side.reported("0_d")
+    side.on_new_request(first)
+    matched(side, first, 0)
+    allocated(side, first, BLOCKS, 39)
+    side.end_pull("0_d")
     side.take_commands()
-    side.arrived(late)
-    assert side.matched(late, 0) == (0, False)
-    side.allocated(late, BLOCKS, 0)
+    side.on_new_request(late)
+    assert matched(side, late, 0) == (0, False)
+    allocated(side, late, BLOCKS, 0)
     assert side.take_commands() == []
 
 
 def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -> None:
     """The lease may be consumed before the engine learns that the first pull is over."""
     side, first, late = consumer(prefix_caching=True), request("0_d"), request("1_d")
-    side.arrived(first)
-    side.matched(first, 0)
-    side.allocated(first, BLOCKS, 39)
+    side.on_new_request(first)
+    matched(side, first, 0)
+    allocated(side, first, BLOCKS, 39)
     side.take_commands()
-    side.arrived(late)
+    side.on_new_request(late)
     assert side.take_commands() == []
-    assert side.matched(late, 0) == (None, False)
-    side.reported("0_d")
-    assert side.matched(late, 32) == (0, False)
+    assert matched(side, late, 0) == (None, False)
+    side.end_pull("0_d")
+    assert matched(side, late, 32) == (0, False)
 
 
 def test_an_unrelated_request_with_a_used_ticket_is_no_sibling() -> None:
     """It asks the lender, which refuses: a consumed ticket is not silently recomputed."""
     side, first, other = consumer(), request("0_d"), request("1_e")
-    side.arrived(first)
-    side.matched(first, 0)
-    side.allocated(first, BLOCKS, 39)
-    side.reported("0_d")
+    side.on_new_request(first)
+    matched(side, first, 0)
+    allocated(side, first, BLOCKS, 39)
+    side.end_pull("0_d")
     side.take_commands()
-    side.arrived(other)
+    side.on_new_request(other)
     assert kinds(side.take_commands()) == [ClaimTicket]
 
 
 def test_requests_without_a_ticket_are_left_alone() -> None:
     side, asked = consumer(), request()
     asked.kv_transfer_params = None
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
-    side.finished(asked)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
+    finished(side, asked)
     assert len(side) == 0
 
 
 @pytest.mark.parametrize("held", [0, 16, 36, 37, 39])
 def test_what_a_drafter_looks_ahead_to_is_not_pulled(held: int) -> None:
-    side = ConsumerScheduler("here", True, False, MAX_MODEL_LEN, num_lookahead=3)
+    side = Pulling(PullRules("here", True, False, MAX_MODEL_LEN, num_lookahead=3))
     asked = request()
-    side.arrived(asked)
+    side.on_new_request(asked)
     count = max(0, 37 - held)
-    assert side.matched(asked, held) == (count, count > 0)
-    side.allocated(asked, BLOCKS, count)
+    assert matched(side, asked, held) == (count, count > 0)
+    allocated(side, asked, BLOCKS, count)
     last = side.take_commands()[-1]
     if count:
         assert isinstance(last, ReadBlocks)
@@ -373,19 +374,19 @@ def test_what_a_drafter_looks_ahead_to_is_not_pulled(held: int) -> None:
 @pytest.mark.parametrize(("computed", "taken"), [(38, False), (39, True), (40, False)])
 def test_states_are_of_the_last_token_that_prefill_computed(computed: int, taken: bool) -> None:
     """Those of a prefill engine that computed the whole prompt would see its last token twice."""
-    side = ConsumerScheduler("here", True, False, MAX_MODEL_LEN, has_states=True)
+    side = Pulling(PullRules("here", True, False, MAX_MODEL_LEN, has_states=True))
     asked = request(remote_num_tokens=computed)
-    side.arrived(asked)
-    assert side.matched(asked, 0) == ((39, True) if taken else (0, False))
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == ((39, True) if taken else (0, False))
 
 
 @pytest.mark.parametrize("splits", [UNSPLIT, Splits((2, 4))])
 def test_kernel_blocks_are_read_into_and_the_engines_are_quarantined(splits: Splits) -> None:
     side, asked = consumer(), request()
-    side.registered(splits)
-    side.arrived(asked)
-    side.matched(asked, 16)
-    side.allocated(asked, BLOCKS, 23)
+    side.workers_registered(splits)
+    side.on_new_request(asked)
+    matched(side, asked, 16)
+    allocated(side, asked, BLOCKS, 23)
     read = side.take_commands()[-1]
     assert isinstance(read, ReadBlocks)
     assert read.need.tokens == (range(16, 39),) * 2, "tokens, whatever the blocks"

@@ -17,9 +17,10 @@ from typing import Any
 
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.vllm.config import read_settings
-from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
+from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from tests.fakes.pair import NUM_BLOCKS, Pair
+from tests.fakes.simulated.hooks import allocated, matched
 from tests.fakes.simulated.requests import vllm_request
 from transport.testing.inprocess.faults import Held
 from transport.testing.inprocess.network import InProcessNetwork
@@ -60,9 +61,7 @@ class Decode:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._consumer = ConsumerScheduler(
-            "here", recompute=False, prefix_caching=True, max_model_len=1 << 20
-        )
+        self._consumer = Pulling(PullRules("here", False, True, max_model_len=1 << 20))
         # A worker takes its puller from its engine's memory; here there is no engine.
         self._worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
         self._worker._puller = pair.puller
@@ -81,15 +80,15 @@ class Decode:
     def step(self, new: list[Any] | None = None) -> None:
         """One step that computes something, in which ``new`` requests arrive."""
         for request in new or ():
-            self._consumer.arrived(request)
-            count, _ = self._consumer.matched(request, 0)
-            self._consumer.allocated(request, ([1, 2, 3, 4],), count or 0)
+            self._consumer.on_new_request(request)
+            count, _ = matched(self._consumer, request, 0)
+            allocated(self._consumer, request, ([1, 2, 3, 4],), count or 0)
         self._worker.apply(PdMetadata(self._consumer.take_commands()))
         results = self._worker.results()
         self._worker.take_report()
         self._worker.take_stats()
         for request_id in results.finished_recving:
-            self._consumer.reported(request_id)
+            self._consumer.end_pull(request_id)
         self.received |= results.finished_recving - results.failed_recving
         self.failed |= results.failed_recving
 
@@ -136,31 +135,31 @@ def least_s(decode: Decode, clock: Any = time.thread_time) -> float:
     return min(took)
 
 
-class Scanning(ConsumerScheduler):
+class Scanning(Pulling):
     """As one that looks through all requests when one arrives."""
 
-    def arrived(self, request: Any) -> None:
+    def on_new_request(self, request: Any) -> None:
         for tracked in self._tracked.values():
             assert tracked.follows is None
-        super().arrived(request)
+        super().on_new_request(request)
 
 
-def arriving_s(count: int, kind: type[ConsumerScheduler] = ConsumerScheduler) -> float:
+def arriving_s(count: int, kind: type[Pulling] = Pulling) -> float:
     """The least processor time that the scheduler's half takes for a request, of ``count``."""
     took = []
     for _ in range(_ROUNDS):
-        side = kind("here", recompute=False, prefix_caching=True, max_model_len=1 << 20)
+        side = kind(PullRules("here", False, True, max_model_len=1 << 20))
         requests = [request(f"r{number}", 5600) for number in range(count)]
         gc.collect()
         gc.disable()
         began = time.thread_time()
         for each in requests:
-            side.arrived(each)
-            side.matched(each, 0)
-            side.allocated(each, ([1, 2, 3, 4],), len(PROMPT) - 1)
+            side.on_new_request(each)
+            matched(side, each, 0)
+            allocated(side, each, ([1, 2, 3, 4],), len(PROMPT) - 1)
         side.take_commands()
         for each in requests:
-            side.reported(each.request_id)
+            side.end_pull(each.request_id)
         took.append((time.thread_time() - began) / count)
         gc.enable()
         assert len(side) == 0
@@ -181,10 +180,10 @@ def test_a_step_costs_no_more_because_of_pulls_that_wait() -> None:
 
 
 def test_a_request_costs_no_more_because_of_others_that_arrive_with_it() -> None:
-    def ratio(kind: type[ConsumerScheduler]) -> float:
+    def ratio(kind: type[Pulling]) -> float:
         return arriving_s(256 * MANY, kind) / arriving_s(16 * MANY)
 
-    assert least_ratio(lambda: ratio(ConsumerScheduler), 2) < 2
+    assert least_ratio(lambda: ratio(Pulling), 2) < 2
     assert ratio(Scanning) > 2  # the control
 
 

@@ -25,7 +25,9 @@ from tests.store.joined.test_joined import prompt
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from pdconn.vllm.store.engine import EngineStore
+    from pdconn.vllm.metadata import PdMetadata
+    from pdconn.vllm.store.storing import Storing
+    from tests.fakes.simulated.hooks import allocated, every_group, finished, matched
     from tests.vllm.store.test_engine_store import Pool
     from tests.vllm.store.test_extras import adapter
     from tests.vllm.test_engine_thread import MANY, in_flight
@@ -58,9 +60,9 @@ class StoredEngine:
         )
         self.ranks = FakeEngine(settings, budget=None)
         until_ready(self.ranks)
-        self.store = EngineStore(settings, None, "writer", None)  # type: ignore[arg-type]
+        self.store = Storing(settings, None, "writer", every_group())
         self.pool: Any = Pool()
-        self.store.bind(self.pool)
+        self.store.bind_gpu_block_pool(self.pool)
         self.store._store, self.store._namespace = self.ranks.store, "ns"
 
     def request(self, name: str, tokens: list[int], lora: Any, **more: Any) -> Any:
@@ -77,7 +79,7 @@ class StoredEngine:
         """Every hook of a request's life, in vLLM's order; tokens that were loaded."""
         found, ids = self._matched(request), self._blocks(request)
         with touches_nothing():
-            self.store.allocated(request, ids, found)
+            allocated(self.store, request, ids, found)
         stored, end = self.ranks.store._tracked[request.request_id], time.monotonic() + PATIENCE_S
         is_known = False
         while not is_known:  # an adapter's files are looked at between two steps
@@ -89,21 +91,21 @@ class StoredEngine:
         request.all_token_ids += prompt(99, 100)  # the answer
         self._step(request, ids, 100)
         with touches_nothing():
-            self.store.loaded(request.request_id)
-            self.store.finished(request)
+            self.store.end_load(request.request_id)
+            finished(self.store, request)
             self.store.take_counts()
             self.store.take_gauges()
             self.store.take_events()
-        self._until(lambda: self.ranks.store.is_settled() and not self.store._pinned)
+        self._until(lambda: self.ranks.store.is_settled() and not len(self.store._pins))
         return found
 
     def _matched(self, request: Any) -> int:
         end = time.monotonic() + PATIENCE_S
         with touches_nothing():
-            self.store.arrived(request)
+            self.store.on_new_request(request)
         while True:
             with touches_nothing():
-                found = self.store.matched(request, 0)
+                found, _ = matched(self.store, request, 0)
             if found is not None:
                 return found
             assert time.monotonic() < end
@@ -118,12 +120,13 @@ class StoredEngine:
         scheduled = {} if request is None else {request.request_id: count}
         state = SimpleNamespace(get_block_ids=lambda name: ids, boundary_state_offloads={})
         output = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
+        metadata = PdMetadata()
         with touches_nothing():
-            commands = self.store.scheduled(output, lambda found: found)
+            self.store.build_connector_meta(output, metadata)
         results = []
         for rank in self.ranks.rank_stores:
             with touches_nothing():  # the worker's hooks
-                for command in commands:
+                for command in metadata.store:
                     rank.post(command)
                 rank.after_pass()
                 rank.take_loaded()
@@ -131,7 +134,7 @@ class StoredEngine:
                 results += rank.results()
                 rank.take_counts()
         with touches_nothing():
-            self.store.note(results)
+            self.store.note_results(results)
 
     def _until(self, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE_S

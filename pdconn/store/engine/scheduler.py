@@ -80,6 +80,7 @@ class StoreScheduler:
         self._tracked: dict[str, StoredRequest] = {}
         self._fetches: dict[int, RequestFetch] = {}
         self._saves: dict[int, int] = {}
+        self._loading: set[str] = set()
         self._commands: list[StoreCommand] = [opening]
         self._opening = opening
         self._number = 0
@@ -148,6 +149,7 @@ class StoreScheduler:
         need = range(held, fetch.boundary)
         stored.stage = LoadStage.LOADING
         fetch.is_loading = True
+        self._loading.add(request)
         self._commands.append(
             LoadRows(stored.fetch, request, Need.of(need.start, need.stop, blocks))
         )
@@ -158,7 +160,12 @@ class StoreScheduler:
 
     def fail(self, request: str) -> None:
         """What was offered is gone, and the engine waits for it: every rank reports a failure."""
+        self._loading.add(request)
         self._commands.append(FailLoad(request))
+
+    def is_loading(self, request: str) -> bool:
+        """Whether the engine waits for the store to report the request, loaded or failed."""
+        return request in self._loading
 
     def junction(self, request: str) -> int:
         """Tokens after which the prompt parts from those saved before; 0 if it is not known."""
@@ -175,7 +182,10 @@ class StoreScheduler:
         return rows + [chain.name(RowKind.WA, at) for at in pieces(self._layout.wa, boundary)]
 
     def loaded(self, request: str) -> None:
-        """All ranks reported the request received."""
+        """All ranks reported the request received; what is not the store's is left out."""
+        if request not in self._loading:
+            return
+        self._loading.discard(request)
         stored = self._tracked.get(request)
         for number, fetch in list(self._fetches.items()):
             if fetch.request == request and fetch.is_loading:

@@ -93,11 +93,11 @@ class AnswerWindows:
             keep_more_tokens(managers.values(), alignment - 1)
         return cls(managers, alignment)
 
-    def pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
+    def mark_partial(self, request_id: str, blocks: PartialBlocks) -> None:
         """Of these blocks, and those before, a pull has not written everything."""
         self._partial[request_id] = blocks
 
-    def finished(self, request: Any, num_tokens: int) -> None:
+    def keep_answer(self, request: Any, num_tokens: int) -> None:
         """A request is about to leave; ``num_tokens`` tokens were computed, or 0 if that failed."""
         partial = self._partial.pop(request.request_id, {})
         boundary = num_tokens // self.alignment * self.alignment

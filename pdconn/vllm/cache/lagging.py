@@ -28,7 +28,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from pdconn.vllm.blocks.kinds import kinds_of
+from pdconn.vllm.blocks.kinds import kinds_of, may_lag
 from registration.references import AttentionKind
 
 log = logging.getLogger("pdconn.vllm")
@@ -100,6 +100,21 @@ class _Lookup:
         if full < max(hits):  # a chunk counts as held before it began, and full may be evicted
             computed, _ = look_up(request.block_hashes, full)
         return self._manager.create_kv_cache_blocks(computed), full, 0, True
+
+
+def held_by_all(manager: Any, request: Any, num_local: int) -> int:
+    """Tokens that every group holds of a request's prompt, of ``num_local`` that vLLM found.
+
+    Beside states vLLM says what full attention holds, and beside windows, too, where a pull is
+    promised: it takes what all groups hold if nothing is brought.
+    """
+    config = manager.kv_cache_config
+    if not may_lag(config) and not isinstance(getattr(manager, _HOOK), _Lookup):
+        return num_local
+    agreed: int = manager.get_computed_blocks(request)[1]
+    # A hit within a block is told to connectors without the part within it.
+    size = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
+    return min(num_local, agreed - agreed % size)
 
 
 def held_tokens(

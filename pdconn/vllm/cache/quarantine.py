@@ -25,7 +25,7 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def bind(self, block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 

@@ -19,7 +19,7 @@ window, and a whole step of tokens, have blocks; what vLLM admits by that is eno
 behind it, and the longest prompt is admitted as without pdconn.
 
 A state is another matter: one that has seen the last token cannot be taken back, so prefill
-leaves that token to decode (:mod:`pdconn.vllm.producer`).
+leaves that token to decode (:mod:`pdconn.vllm.lends.tickets`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdconn.vllm.identity.updates import EngineWeights
@@ -11,35 +11,27 @@ from pdconn.vllm.patches.cache_resets import watch_resets
 from transport.errors import shown
 
 if TYPE_CHECKING:
-    from pdconn.vllm.consumer import ConsumerScheduler
     from pdconn.vllm.identity.greeting import Greeting
-    from pdconn.vllm.producer import ProducerScheduler
-    from pdconn.vllm.store.engine import EngineStore
+    from pdconn.vllm.scheduler_part import SchedulerPart
 
 log = logging.getLogger(__name__)
 
 
 class WeightChanges:
-    """Hears of changes (:mod:`pdconn.vllm.patches.engine_calls`), and tells the parts of an engine.
+    """Hears of changes (:mod:`pdconn.vllm.patches.engine_calls`), and passes them on.
 
     Args:
         greeting: what peers are told.
-        producer, consumer, store: those parts that there are.
+        parts: of the scheduler's half.
         serve: tells peers of ``greeting`` as it is then.
     """
 
     def __init__(
-        self,
-        greeting: Greeting,
-        producer: ProducerScheduler | None,
-        consumer: ConsumerScheduler | None,
-        store: EngineStore | None,
-        serve: Callable[[], None],
+        self, greeting: Greeting, parts: Sequence[SchedulerPart], serve: Callable[[], None]
     ) -> None:
-        self._greeting, self._serve = greeting, serve
-        self._producer, self._consumer, self._store = producer, consumer, store
+        self._greeting, self._parts, self._serve = greeting, parts, serve
 
-    def bind(self, block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to see when nothing is kept of what was computed before."""
         watch_resets(block_pool, after=self._was_reset)
 
@@ -58,13 +50,11 @@ class WeightChanges:
         What is lent was computed with others, and so was what tickets are for that came before.
         """
         log.info("pdconn: weights may be others from now on: call=%s", shown(call))
-        if self._store is not None:
-            self._store.weights_changed()
-        if self._consumer is not None:
-            self._consumer.weights_changed()
-        if self._producer is not None:
-            self._producer.take_back()
-        self._compare_anew(lambda weights: weights.changed(call), self._producer is not None)
+        # The last first: lending takes nothing back while others, as saves, use blocks.
+        for part in reversed(self._parts):
+            part.weights_changed()
+        may_have_lent = any(part.lends for part in self._parts)
+        self._compare_anew(lambda weights: weights.changed(call), may_have_lent)
 
     def weights_reloaded(self, path: str | None, since: float) -> None:
         """The model was read from files, of which we know what they are."""
@@ -81,7 +71,7 @@ class WeightChanges:
         if weights is None:  # no worker is registered yet
             return
         change(weights)
-        if self._consumer is not None:
-            self._consumer.doubt = self._greeting.doubt
+        for part in self._parts:
+            part.set_doubt(self._greeting.doubt)
         if self._greeting.compare_anew(may_have_lent):
             self._serve()

@@ -84,8 +84,7 @@ class Greeting:
     @property
     def is_proven(self) -> bool:
         """Whether anything may be lent, by what is said of our KV."""
-        said = {} if self._welcome is None else self._welcome.traits
-        return not said.get(WEIGHTS, "").startswith(UNPROVEN)
+        return self._welcome is None or is_proven(self._welcome)
 
     @property
     def doubt(self) -> str:
@@ -112,3 +111,8 @@ class Greeting:
         if not welcome.traits or self.weights is None:
             return welcome.traits
         return {**welcome.traits, **self.weights.of_kv}
+
+
+def is_proven(welcome: Welcome) -> bool:
+    """Whether an engine may lend anything, by what it says of its KV."""
+    return not welcome.traits.get(WEIGHTS, "").startswith(UNPROVEN)

@@ -22,8 +22,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
 from pdconn.protocol.prefix import lends_back
+from pdconn.protocol.ticket import MAX_CUTS
+from pdconn.vllm.blocks.kinds import kinds_of
+from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.values import LendBack
+from registration.references import AttentionKind
 
 BlockIds = tuple[list[int], ...]
 """By transferred group; 0 is a hole."""
@@ -52,11 +58,13 @@ class LentAnswers:
         settings: the lease, and the share.
         has_states: whether the model keeps recurrent states.
         has_drafts: whether a drafter is used.
+        manager: vLLM's ``KVCacheManager``; nothing is lent before it is bound.
     """
 
     settings: LendBack
     has_states: bool = False
     has_drafts: bool = False
+    manager: Any = None
 
     @classmethod
     def of(
@@ -65,7 +73,16 @@ class LentAnswers:
         """None where no answers are to be lent."""
         return None if settings is None else cls(settings, has_states, has_drafts)
 
-    def asked(self, request: Any) -> bool:
+    def answer_of(
+        self, request: Any, blocks: TransferBlocks, num_tokens: int
+    ) -> LendableAnswer | None:
+        """What can be lent of a request, of which ``num_tokens`` were computed, if it is wanted."""
+        if self.manager is None or not num_tokens or not self.is_wanted(request):
+            return None
+        held = blocks.of_tokens(num_tokens)
+        return answer_of(self.manager, blocks.config, request, held, num_tokens)
+
+    def is_wanted(self, request: Any) -> bool:
         """Whether the request's answer is to be lent.
 
         Its proxy knows of tickets if it has ``kv_transfer_params``, and may decline.
@@ -88,3 +105,60 @@ class LentAnswers:
 def num_held(blocks: BlockIds) -> int:
     """Blocks of all groups, holes left out."""
     return sum(1 for ids in blocks for block in ids if block)
+
+
+def answer_of(
+    manager: Any, config: KVCacheConfig, request: Any, blocks: BlockIds, num_tokens: int
+) -> LendableAnswer:
+    """What can be lent of a request.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``.
+        config: the engine's groups.
+        request: vLLM's ``Request``, which still has its blocks.
+        blocks: of the request, as they hold ``num_tokens`` tokens.
+        num_tokens: that were computed.
+
+    Returns:
+        Without blocks where a window has moved on, with drafts behind the end of the answer.
+    """
+    if not _are_there(manager, config, blocks, num_tokens):
+        return LendableAnswer(num_tokens, ())
+    prompt = min(int(request.num_prompt_tokens), num_tokens - 1)
+    if set(kinds_of(config)) == {AttentionKind.FULL}:
+        size = max(group.kv_cache_spec.block_size for group in config.transfer_groups)
+        return LendableAnswer(num_tokens, blocks, _cuts(num_tokens, prompt, size))
+    found, cut, *_ = manager.coordinator.find_longest_cache_hit(request.block_hashes, prompt)
+    if not cut:
+        return LendableAnswer(num_tokens, blocks)
+    of_groups = (found[group] for group in config.transfer_group_ids)
+    filled = tuple(
+        [block or (hit[at].block_id if at < len(hit) else 0) for at, block in enumerate(ids)]
+        for ids, hit in zip(blocks, of_groups, strict=True)
+    )
+    return LendableAnswer(num_tokens, filled, (int(cut),))
+
+
+def _are_there(manager: Any, config: KVCacheConfig, blocks: BlockIds, num_tokens: int) -> bool:
+    """Whether every group has what the token behind ``num_tokens`` attends to."""
+    for group, ids in zip(config.transfer_group_ids, blocks, strict=True):
+        of_group = manager.coordinator.single_type_managers[group]
+        first = of_group.get_num_skipped_tokens(num_tokens) // of_group.block_size
+        if not all(ids[first : -(-num_tokens // of_group.block_size)]):
+            return False
+    return True
+
+
+def _cuts(num_tokens: int, prompt: int, size: int) -> tuple[int, ...]:
+    """Ends of blocks, and among them the last one of the prompt.
+
+    >>> _cuts(100, 50, 16)
+    (16, 32, 48, 64, 80, 96)
+    >>> len(_cuts(100_000, 5_000, 16)), 4992 in _cuts(100_000, 5_000, 16)
+    (64, True)
+    """
+    apart = -(-num_tokens // (MAX_CUTS * size)) * size
+    ends = set(range(apart, num_tokens, apart))
+    if prompt >= size:
+        ends.add(prompt // size * size)
+    return tuple(sorted(ends)[-MAX_CUTS:])

@@ -24,6 +24,7 @@ from typing import Any
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.prefix import lend_of
+from pdconn.vllm.cache.lagging import held_by_all
 from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest, shorten
 from transport.errors import shown
 
@@ -43,7 +44,7 @@ class _Lend:
     blocks: tuple[list[int], ...] = ()
     pins: list[Any] = field(default_factory=list)
 
-    def let_go(self, pool: Any) -> None:
+    def unpin(self, pool: Any) -> None:
         """Unpin what was found, which is lent no more."""
         if self.pins:
             pool.free_blocks(reversed(self.pins))
@@ -60,6 +61,8 @@ class PrefixLends:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
+        self._manager: Any = None
+        self._pool: Any = None
         self._lends: dict[str, _Lend] = {}
 
     def __len__(self) -> int:
@@ -68,8 +71,16 @@ class PrefixLends:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lends
 
-    def arrived(self, request: Any) -> bool:
-        """Whether a request asks for a prefix.  One that asks wrongly is answered as others are."""
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Take vLLM's ``KVCacheManager``, to see what every group holds."""
+        self._manager = manager
+
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, to pin blocks in."""
+        self._pool = block_pool
+
+    def takes_request(self, request: Any) -> bool:
+        """Whether a new request asks for a prefix; one that asks wrongly is answered as others."""
         try:
             num_tokens = _asked_of(request)
         except TicketError as error:
@@ -82,26 +93,28 @@ class PrefixLends:
         self._lends[request.request_id] = _Lend(num_tokens, prefix_digest(request, num_tokens))
         return True
 
-    def looked_up(self, request: Any, num_local: int) -> bool:
-        """The engine holds ``num_local`` tokens; whether the request asks for a prefix.
+    def note_hit(self, request: Any, num_local: int) -> bool:
+        """vLLM found ``num_local`` tokens; whether the request asks for a prefix.
 
-        If that is less than it asks for, the prompt is cut.
+        If every group holds less than it asks for, the prompt is cut.
         """
         lend = self._lends.get(request.request_id)
         if lend is None:
             return False
+        if self._manager is not None:
+            num_local = held_by_all(self._manager, request, num_local)
         lend.held = min(num_local, lend.num_tokens)
         most = num_local + self._block_tokens
         if lend.held < lend.num_tokens and most < request.num_prompt_tokens:
             shorten(request, most)
         return True
 
-    def promised(self, request_id: str) -> tuple[int, str] | None:
+    def prefix_of(self, request_id: str) -> tuple[int, str] | None:
         """Tokens and digest of the prefix that a request's ticket covers, if it is for one."""
         lend = self._lends.get(request_id)
         return None if lend is None else (lend.num_tokens, lend.digest)
 
-    def allocated(self, request_id: str, blocks: tuple[list[int], ...], pool: Any) -> None:
+    def pin_prefix(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
         """A request got blocks: pin those of a prefix, if it is held, until the request is over.
 
         vLLM lets go of the state that a prefix ends with once the token behind it is computed.
@@ -110,15 +123,15 @@ class PrefixLends:
         if lend is None or lend.held < lend.num_tokens or lend.pins:
             return
         lend.blocks = blocks
-        lend.pins = [pool.blocks[block] for ids in blocks for block in ids if block]
-        pool.touch(lend.pins)
+        lend.pins = [self._pool.blocks[block] for ids in blocks for block in ids if block]
+        self._pool.touch(lend.pins)
 
     def blocks_of(self, request_id: str) -> tuple[list[int], ...]:
         """Blocks of the prefix that a request asks for; empty for others."""
         lend = self._lends.get(request_id)
         return () if lend is None else lend.blocks
 
-    def refusal(self, request_id: str, is_within: bool) -> dict[str, Any] | None:
+    def refusal_of(self, request_id: str, is_within: bool) -> dict[str, Any] | None:
         """What to answer instead of a ticket where the prefix is not held, or may not be lent.
 
         ``is_within``: whether it is within the share of the engine's blocks that may be.
@@ -129,20 +142,20 @@ class PrefixLends:
         held = lend.held if lend.held < lend.num_tokens else 0
         return {"pdconn": {"lend": lend.num_tokens, "held": held}}
 
-    def finished(self, request_id: str, pool: Any) -> None:
+    def forget_request(self, request_id: str) -> None:
         """The request left the engine, and was lent if it was to be."""
         lend = self._lends.pop(request_id, None)
         if lend is not None:
-            lend.let_go(pool)
+            lend.unpin(self._pool)
 
-    def pinned(self) -> Iterator[list[Any]]:
+    def pinned_blocks(self) -> Iterator[list[Any]]:
         """By request the blocks that are pinned for it."""
         return (lend.pins for lend in self._lends.values())
 
-    def let_go(self, pool: Any) -> None:
+    def unpin_prefixes(self) -> None:
         """The cache is about to be reset: requests that are under way find nothing in it then."""
         for lend in self._lends.values():
-            lend.let_go(pool)
+            lend.unpin(self._pool)
 
 
 def _asked_of(request: Any) -> int | None:

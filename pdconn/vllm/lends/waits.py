@@ -28,10 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from pdconn.vllm.lends.pins import LeaseKind
 from pdconn.vllm.lends.prompts import PromptShare
+from pdconn.vllm.scheduler_part import ASK_AGAIN, Matched, SchedulerPart
 
 if TYPE_CHECKING:
-    from pdconn.vllm.consumer import ConsumerScheduler
-    from pdconn.vllm.producer import ProducerScheduler
+    from pdconn.vllm.blocks.transferred import TransferBlocks
+    from pdconn.vllm.lends.lending import Lending
+    from pdconn.vllm.metadata import PdMetadata
+    from pdconn.vllm.pulls.pulling import Pulling
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +46,19 @@ DECODES_S = 60.0
 """An engine decodes for others if it was handed a prompt within so many seconds."""
 
 
-class BlockWaits:
-    """Who waits for blocks in an engine that both lends and pulls.
+class BlockWaits(SchedulerPart):
+    """Which requests wait for blocks in an engine that lends, and may pull as well.
 
     Args:
-        producer: lends.
-        consumer: pulls, and gives way.
+        lending: gives way.
+        pulling: gives way; None where it only lends.
         clock: seconds that never go back.
     """
 
     def __init__(
-        self,
-        producer: ProducerScheduler,
-        consumer: ConsumerScheduler | None,
-        clock: Callable[[], float],
+        self, lending: Lending, pulling: Pulling | None, clock: Callable[[], float]
     ) -> None:
-        self._producer = producer
-        self._consumer = consumer
-        self._clock = clock
+        self._lending, self._pulling, self._clock = lending, pulling, clock
         self._manager: Any = None
         self._prompts = PromptShare()
         self._handed_over_at = -math.inf
@@ -68,70 +66,85 @@ class BlockWaits:
         self._loading: set[str] = set()
         self._loaded: set[str] = set()
         self._still_since = self._none_since = math.inf
-        self._rounds = self._most = 0
+        self._giving_way: _Rounds | None = None
 
     def __len__(self) -> int:
         """Requests that are known; none when the engine is quiet."""
         return len(self._asked) + len(self._loading) + len(self._loaded) + len(self._prompts)
 
-    def bind(self, manager: Any) -> None:
+    def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take vLLM's ``KVCacheManager``."""
         self._manager = manager
 
-    def arrived(self, request: Any) -> None:
-        """A request entered the engine."""
+    def on_new_request(self, request: Any) -> None:
+        """A request entered the engine; one that was handed over says that we decode for others."""
         params = request.kv_transfer_params
-        if isinstance(params, dict) and params.get("do_remote_prefill"):
+        # What is no dict is a wrong ticket, of who handed the request over.
+        if params and (not isinstance(params, dict) or params.get("do_remote_prefill")):
             self._handed_over_at = self._clock()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
+        """Hold a request back that is to be lent, since as much is lent as may be."""
+        return ASK_AGAIN if self.is_held_back(request) else None
 
     def is_held_back(self, request: Any) -> bool:
         """Whether a request is to wait, since as much is lent as may be; it has no blocks then."""
-        if not self._is_to_be_lent(request) or self._manager is None:
+        if not self._is_to_be_lent(request) or self._manager is None or self._pulling is None:
             return False
         if self._clock() - self._handed_over_at > DECODES_S:
             return False
         return not self._prompts.may_begin(
             request.request_id,
             blocks_for(self._manager, request.num_prompt_tokens),
-            num_lent=self._producer.pins.num_blocks,
+            num_lent=self._lending.pins.num_blocks,
             num_gpu_blocks=self._manager.block_pool.num_gpu_blocks,
         )
 
-    def asked(self, request: Any) -> None:
+    def note_answer(self, request: Any) -> None:
         """vLLM asked what can be loaded, was answered, and allocates blocks next, if it can."""
         if self._manager is not None:
             self._asked[request.request_id] = int(request.num_tokens)
 
-    def allocated(self, request: Any, num_external: int) -> None:
-        """A request got blocks, and loads ``num_external`` tokens into them."""
+    def update_state_after_alloc(
+        self,
+        request: Any,
+        blocks: TransferBlocks,
+        num_external_tokens: int,
+        *,
+        is_promised: bool,
+    ) -> None:
+        """A request got blocks, and loads ``num_external_tokens`` tokens into them."""
         name = request.request_id
         self._asked.pop(name, None)
         self._loaded.discard(name)
         self._none_since = math.inf
-        if num_external:
+        if num_external_tokens:
             self._loading.add(name)
         if self._is_to_be_lent(request) and self._manager is not None:
             self._prompts.began(name, blocks_for(self._manager, request.num_prompt_tokens))
 
-    def received(self, request_id: str) -> None:
-        """A load has ended: the request is given further blocks, or asked for again."""
-        if request_id in self._loading:
-            self._loading.discard(request_id)
-            self._loaded.add(request_id)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Loads have ended: their requests are given further blocks, or asked for again."""
+        for request_id in connector_output.finished_recving or ():
+            if request_id in self._loading:
+                self._loading.discard(request_id)
+                self._loaded.add(request_id)
 
-    def finished(self, request_id: str) -> None:
+    def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
         """A request left the engine."""
-        self._loading.discard(request_id)
-        self._loaded.discard(request_id)
-        self._asked.pop(request_id, None)
-        self._prompts.ended(request_id)
+        name = request.request_id
+        self._loading.discard(name)
+        self._loaded.discard(name)
+        self._asked.pop(name, None)
+        self._prompts.ended(name)
 
-    def stepped(self, num_scheduled: int) -> None:
+    def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
         """A step was scheduled: what waits for blocks now makes claims give way, in time."""
-        waits, pins, now = bool(self._asked or self._loaded), self._producer.pins, self._clock()
+        num_scheduled = scheduler_output.total_num_scheduled_tokens
+        waits, pins, now = bool(self._asked or self._loaded), self._lending.pins, self._clock()
         self._lenders_give_way(num_scheduled)
         self._asked.clear()
-        if self._consumer is None:
+        if self._pulling is None:
             return
         is_still = not (num_scheduled or self._loading) and (waits or self._prompts.holds_back)
         self._still_since = _since(self._still_since, now, is_still and len(pins) > 0)
@@ -139,9 +152,10 @@ class BlockWaits:
         self._none_since = _since(self._none_since, now, admits_none)
         first = min(self._still_since + FIRST_S, self._none_since + ADMITS_NONE_S)
         if now < first:
-            self._rounds = 0
-        else:
-            self._claims_give_way(self._consumer, now - first)
+            self._giving_way = None
+            return
+        self._giving_way = self._giving_way or _Rounds(self._pulling)
+        self._giving_way.give_way(now - first)
 
     def _lenders_give_way(self, num_scheduled: int) -> None:
         """What we lend gives way to the request that could not be admitted, if that helps."""
@@ -150,24 +164,31 @@ class BlockWaits:
         free = self._manager.block_pool.get_num_free_blocks()
         needed = blocks_for(self._manager, max(self._asked.values(), default=0))
         lacking = max(1, needed - free)
-        if not (num_scheduled or self._loading) or lacking <= self._producer.pins.num_yielding:
-            self._producer.give_way(lacking)
-
-    def _claims_give_way(self, consumer: ConsumerScheduler, seconds: float) -> None:
-        """It has been time for claims to give way for ``seconds``."""
-        if not self._rounds:
-            self._rounds = 1
-            self._most = len(consumer.waiting(prefixes=False))
-        consumer.give_way(consumer.waiting(prefixes=True))
-        while seconds >= self._rounds * ROUND_S:
-            keeps = self._most >> self._rounds
-            self._rounds += 1
-            consumer.give_way(consumer.waiting(prefixes=False)[keeps:])
+        if not (num_scheduled or self._loading) or lacking <= self._lending.pins.num_yielding:
+            self._lending.give_way(lacking)
 
     def _is_to_be_lent(self, request: Any) -> bool:
         params = request.kv_transfer_params
         is_asked = isinstance(params, dict) and bool(params.get("do_remote_decode"))
-        return is_asked and request.request_id not in self._producer.prefixes
+        return is_asked and request.request_id not in self._lending.prefixes
+
+
+class _Rounds:
+    """Rounds in which claims give way, of which each leaves half of those for whole prompts."""
+
+    def __init__(self, pulling: Pulling) -> None:
+        self._pulling = pulling
+        self._next = 1
+        self._most = len(pulling.waiting(prefixes=False))
+
+    def give_way(self, seconds: float) -> None:
+        """It has been time for claims to give way for ``seconds``."""
+        # What a prefix saves is least, and others may have come since.
+        self._pulling.give_way(self._pulling.waiting(prefixes=True))
+        while seconds >= self._next * ROUND_S:
+            keeps = self._most >> self._next
+            self._next += 1
+            self._pulling.give_way(self._pulling.waiting(prefixes=False)[keeps:])
 
 
 def _since(since: float, now: float, holds: bool) -> float:

@@ -1,6 +1,6 @@
 """Engines that sleep: their KV memory is unmapped, and other pages are mapped when they wake.
 
-vLLM 0.33 resets the prefix cache first, which takes back everything lent (``ProducerScheduler``),
+vLLM 0.33 resets the prefix cache first, which takes back everything lent (``Lending``),
 then tells the workers, and after waking asks for their registrations anew::
 
     reset ──► unregister_kv_caches ──► unmapped …  mapped ──► restore_kv_caches ──► handshake

@@ -3,5 +3,5 @@
 identity   the namespace: everything that makes KV of equal tokens differ between engines
 extras     what else than its tokens a prompt's KV depends on
 states     which blocks hold the recurrent state at a boundary
-engine     the scheduler's part: requests, blocks that are being saved, resets
+storing    the scheduler's part: requests, blocks that are being saved, resets
 """

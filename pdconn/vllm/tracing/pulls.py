@@ -16,10 +16,15 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdconn import __version__
 from pdconn.puller.results import PullRecord
+from pdconn.vllm.metadata import PdWorkerReport
+from pdconn.vllm.scheduler_part import SchedulerPart
+
+if TYPE_CHECKING:
+    from pdconn.vllm.blocks.transferred import TransferBlocks
 
 log = logging.getLogger(__name__)
 
@@ -44,44 +49,50 @@ def are_traced(config: Any) -> bool:
     return bool(getattr(observed, "otlp_traces_endpoint", None))
 
 
-@dataclass(slots=True)
-class PullSpans:
+@dataclass
+class PullSpans(SchedulerPart):
     """Exports spans of pulls whose requests came with trace headers.
 
     Attributes:
-        tracer: OpenTelemetry's, of the provider that vLLM has set; None if nothing is traced.
+        tracer: OpenTelemetry's, of the provider that vLLM has set.
     """
 
-    tracer: Any = None
+    tracer: Any
     _headers: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Any) -> PullSpans:
-        """For an engine of vLLM's ``config``."""
+    def of(cls, config: Any) -> PullSpans | None:
+        """For an engine of vLLM's ``config``; None if nothing is traced."""
         if not are_traced(config):
-            return cls()
+            return None
         try:
             from opentelemetry import trace
         except ImportError:
             log.warning("pdconn: pulls are not traced: opentelemetry is not installed")
-            return cls()
+            return None
         return cls(trace.get_tracer("pdconn", __version__))
 
     def __len__(self) -> int:
         return len(self._headers)
 
-    def arrived(self, request: Any) -> None:
+    def on_new_request(self, request: Any) -> None:
         """Remember the trace of a request that may pull."""
-        if self.tracer is None or not request.trace_headers or not request.kv_transfer_params:
+        if not request.trace_headers or not request.kv_transfer_params:
             return
         self._headers[request.request_id] = request.trace_headers
 
-    def finished(self, request_id: str) -> None:
-        """The request left the engine."""
-        self._headers.pop(request_id, None)
-
-    def pulled(self, pulls: Iterable[TracedPull]) -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
         """Export what ranks have received."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, PdWorkerReport):
+            self.export_pulls(report.pulled)
+
+    def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
+        """The request left the engine."""
+        self._headers.pop(request.request_id, None)
+
+    def export_pulls(self, pulls: Iterable[TracedPull]) -> None:
+        """Export spans of these pulls."""
         for pull in pulls:
             headers = self._headers.get(pull.record.request)
             if headers is not None:

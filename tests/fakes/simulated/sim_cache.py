@@ -289,7 +289,7 @@ class SimCache:
         if self.answers is not None:
             settled = request.num_computed_tokens - request.num_in_flight_tokens
             self.manager.remove_skipped_blocks(request.request_id, settled)
-            self.answers.finished(request, num_computed(request))
+            self.answers.keep_answer(request, num_computed(request))
         self.manager.free(request)
 
     def preempt(self, request: Request) -> None:

@@ -157,25 +157,26 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool
 
     def _open(self) -> None:
-        """What ``PdScheduler.registered`` does, with a lender in virtual time."""
-        ours, taking = self.connector, self.connector.take_stats
+        """What the workers' registration does, with a lender in virtual time."""
+        ours, taking = self.connector, self.connector.get_kv_connector_stats
 
         def take_stats() -> PdStats | None:
             stats = taking()
             self.counts.update({} if stats is None else stats.data["counts"])
             return stats
 
-        ours.take_stats = take_stats  # type: ignore[method-assign]
+        ours.get_kv_connector_stats = take_stats  # type: ignore[method-assign]
         geometry = RankGeometry(0, 0, self.rank.transport.address(), self.rank.memory.references)
         welcome = Welcome.of(self.name, ours._greeting.incarnation, TRAITS, (geometry,))
-        if ours._waits is not None:
-            ours._waits._clock = self.machine.clock
-        if ours._consumer is not None:
-            ours._consumer.registered(UNSPLIT)
-        if ours._producer is not None:
+        parts = ours.parts
+        if parts.waits is not None:
+            parts.waits._clock = self.machine.clock
+        if parts.pulling is not None:
+            parts.pulling.workers_registered(UNSPLIT)
+        if parts.lending is not None:
             self.lender = SimLender(self.world, self.machine, welcome)
-            ours._producer._clock = self.machine.clock
-            ours._producer._lender = self.lender
+            parts.lending._clock = self.machine.clock
+            parts.lending._lender = self.lender
 
     def open(self, arrived: Callable[[], None]) -> Wire:
         """A reader dials."""
@@ -183,17 +184,17 @@ class Engine:
 
     def waiting_claims(self) -> int:
         """Claims of requests that have no blocks."""
-        consumer = self.connector._consumer
-        assert consumer is not None
-        tracked = consumer._tracked.values()
+        pulling = self.connector.parts.pulling
+        assert pulling is not None
+        tracked = pulling._tracked.values()
         return sum(one.ticket is not None and not one.pulling for one in tracked)
 
     def stands_still(self) -> bool:
         """Whether the last step computed nothing, nothing is loaded, and something is lent."""
-        ours = self.connector
-        assert ours._producer is not None
-        assert ours._consumer is not None
-        return self._is_idle and not ours._consumer._pulling and len(ours._producer.pins) > 0
+        parts = self.connector.parts
+        assert parts.lending is not None
+        assert parts.pulling is not None
+        return self._is_idle and not parts.pulling._pulling and len(parts.lending.pins) > 0
 
     # Requests
 

@@ -80,16 +80,16 @@ class Fleet:
         """What engines still hold once the fleet is quiet; empty if nothing."""
         found: dict[str, int] = {}
         for engine in self.engines:
-            ours = engine.connector
-            assert ours._producer is not None
-            assert ours._consumer is not None
-            ours._producer.unpin_freed()
+            parts = engine.connector.parts
+            assert parts.lending is not None
+            assert parts.pulling is not None
+            parts.lending.unpin_freed()
             held = {
-                "pins": len(ours._producer.pins),
-                "tickets": len(ours._consumer),
+                "pins": len(parts.lending.pins),
+                "tickets": len(parts.pulling),
                 "blocks": engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(),
                 "pulls": engine.rank.pulls.num_open,
-                "waits": 0 if ours._waits is None else len(ours._waits),
+                "waits": 0 if parts.waits is None else len(parts.waits),
             }
             found |= {f"{engine.name} {what}": count for what, count in held.items() if count}
         return found

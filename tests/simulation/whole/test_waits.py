@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.waits import BlockWaits
+from pdconn.vllm.pulls.pulling import Pulling
 from tests.simulation.laws import LawBroken
 from tests.simulation.whole.fleet import ANY, BOTH, ITSELF, ONE_WAY, RING, Fleet, Shape
 
@@ -72,7 +72,7 @@ def test_none_waits_twice_as_long_as_where_engines_have_one_role(seed: int) -> N
 
 def unyielding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request keeps its claim until it has blocks."""
-    monkeypatch.setattr(ConsumerScheduler, "give_way", lambda self, requests: None)
+    monkeypatch.setattr(Pulling, "give_way", lambda self, requests: None)
 
 
 def greedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,11 +101,11 @@ class _Stepping:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         LOG.now.scheduled = len(scheduler_output.num_scheduled_tokens)
-        half = self._scheduler  # type: ignore[attr-defined]
-        if half._consumer is not None:
-            LOG.now.in_flight = len(half._consumer)
-        if half._producer is not None:
-            LOG.now.in_flight += len(half._producer.pins)
+        parts = self._scheduler.parts  # type: ignore[attr-defined]
+        if parts.pulling is not None:
+            LOG.now.in_flight = len(parts.pulling)
+        if parts.lending is not None:
+            LOG.now.in_flight += len(parts.lending.pins)
         return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
 
     def take_events(self) -> Any:

@@ -13,9 +13,10 @@ import pytest
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
-from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.identity.adapters import NO_ADAPTER, PATIENCE_S, Adapter, AdapterReader
 from pdconn.vllm.prompt import prompt_digest
+from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from tests.fakes.simulated.hooks import finished, matched
 from tests.fakes.simulated.requests import vllm_request
 
 PROMPT = list(range(100, 140))
@@ -53,7 +54,7 @@ def request(path: str | None = "a", name: str = "d", **changes: Any) -> Any:
     lora = None if path is None else SimpleNamespace(lora_name="tuned", lora_path=path)
     made = vllm_request(
         request_id=name, prompt_token_ids=list(PROMPT), num_prompt_tokens=len(PROMPT),
-        lora_request=lora, mm_features=[],
+        num_tokens=len(PROMPT), lora_request=lora, mm_features=[],
     )  # fmt: skip
     vars(made).update(changes)
     return made
@@ -136,17 +137,17 @@ def test_what_is_no_digest_is_refused(adapter: Any) -> None:
 # Decode
 
 
-def consumer(disk: Disk | None, recompute: bool = False) -> ConsumerScheduler:
-    made = ConsumerScheduler("here", recompute, False, max_model_len=1000)
+def consumer(disk: Disk | None, recompute: bool = False) -> Pulling:
+    made = Pulling(PullRules("here", recompute, False, max_model_len=1000))
     made.adapters = None if disk is None else disk.reader
     return made
 
 
-def arrives(side: ConsumerScheduler, disk: Disk | None, asked: Any, of: Ticket) -> None:
+def arrives(side: Pulling, disk: Disk | None, asked: Any, of: Ticket) -> None:
     asked.kv_transfer_params = of.to_params(1, 1)
     if disk is not None:
         disk.reader.arrived(asked)
-    side.arrived(asked)
+    side.on_new_request(asked)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -154,10 +155,10 @@ def test_decode_pulls_for_the_adapter_that_prefill_had_once_it_knows(recompute: 
     disk, asked = Disk(a="digest"), request()
     side = consumer(disk, recompute)
     arrives(side, disk, asked, ticket("digest"))
-    assert side.matched(asked, 0) == (None, False)
+    assert matched(side, asked, 0) == (None, False)
     assert side.pulled_until(asked) == 0
     disk.settle(asked)
-    assert side.matched(asked, 0) == (39, True)
+    assert matched(side, asked, 0) == (39, True)
     assert side.pulled_until(asked) == 39
 
 
@@ -175,11 +176,11 @@ def test_decode_computes_for_another_adapter_of_the_name_and_for_one_that_is_not
     side = consumer(disk, recompute)
     arrives(side, disk, asked, ticket(theirs))
     disk.settle(asked)
-    assert side.matched(asked, 0) == (0, False)
+    assert matched(side, asked, 0) == (0, False)
     assert side.take_counts() == {"tickets_gone": 1}
     [line] = caplog.messages
     assert f"adapter: theirs {theirs or 'not known'}, ours {ours or 'not known'}" in line
-    side.finished(asked)
+    finished(side, asked)
     assert len(side) == 0
 
 
@@ -187,7 +188,7 @@ def test_where_peers_are_not_compared_a_name_is_an_adapter() -> None:
     """``enforce_handshake_compat: false``."""
     side, asked = consumer(None), request()
     arrives(side, None, asked, ticket("old"))
-    assert side.matched(asked, 0) == (39, True)
+    assert matched(side, asked, 0) == (39, True)
 
 
 def test_a_prompt_without_an_adapter_waits_for_nothing() -> None:
@@ -195,4 +196,4 @@ def test_a_prompt_without_an_adapter_waits_for_nothing() -> None:
     side = consumer(disk)
     digest = prompt_digest(asked)
     arrives(side, disk, asked, replace(ticket(""), prompt=digest))
-    assert side.matched(asked, 0) == (39, True)
+    assert matched(side, asked, 0) == (39, True)

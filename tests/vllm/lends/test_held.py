@@ -12,12 +12,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
-    from pdconn.vllm.blocks.kinds import may_lag
     from pdconn.vllm.cache.lagging import complete_windows
     from pdconn.vllm.config import read_settings
-    from pdconn.vllm.producer import ProducerScheduler
-    from pdconn.vllm.scheduler import PdScheduler
-    from pdconn.vllm.tracing.pulls import PullSpans
+    from pdconn.vllm.lends.lending import Lending
+    from pdconn.vllm.scheduler import Parts
+    from tests.fakes.simulated.hooks import half_of
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
 
 SAID = list(range(100, 500))
@@ -34,24 +33,20 @@ def holder(
     told = cache.request(SAID)
     assert cache.admit(told) == 0
     cache.finish(told)
-    made: Any = PdScheduler.__new__(PdScheduler)
-    made._spans, made._adapters = PullSpans(), None
-    made._manager, made._consumer, made._store = cache.manager, None, None
-    made._block_tokens = BLOCK
     settings = read_settings({}, "127.0.0.1", 1, 0)
-    made._producer = ProducerScheduler(settings, "h", "boot", (1, 1), block_tokens=BLOCK)
-    made.completes_hits = may_lag(cache.shape.config())
-    made.completes_hits |= complete_windows(cache.manager, pulled_until)
-    return made, cache
+    lending = Lending(settings, "h", "boot", (1, 1), block_tokens=BLOCK)
+    lending.prefixes.bind_kv_cache_manager(cache.manager)
+    complete_windows(cache.manager, pulled_until)
+    return half_of(Parts(lending=lending)), cache
 
 
 def asked(made: Any, cache: SimCache, num_tokens: int) -> tuple[Any, int]:
     """A request for a prefix, looked up as vLLM does; tokens that full attention holds of it."""
     params = {"do_remote_decode": True, "pdconn": {"lend": num_tokens}}
     request = cache.request(SAID[: num_tokens + 1], kv_transfer_params=params)
-    made.arrived(request)
+    made.on_new_request(request)
     local = cache.manager.get_computed_blocks_for_connector(request)[1]
-    assert made.matched(request, local) == (0, False)
+    assert made.get_num_new_matched_tokens(request, local) == (0, False)
     return request, local
 
 
@@ -65,7 +60,7 @@ def test_a_prefix_of_which_full_attention_alone_has_all_is_not_computed(
     assert local >= 304
     found = cache.manager.get_computed_blocks(request)[1]
     assert request.num_prompt_tokens - found <= BLOCK
-    assert made._producer.prefixes.refusal(request.request_id, is_within=True) == {
+    assert made.parts.lending.prefixes.refusal_of(request.request_id, is_within=True) == {
         "pdconn": {"lend": 320, "held": 0}
     }
 
@@ -75,4 +70,4 @@ def test_a_prefix_that_every_group_has_is_lent(groups: tuple[GroupShape, ...]) -
     made, cache = holder(groups, lambda request: 0)
     request, local = asked(made, cache, 384)
     assert (local, request.num_prompt_tokens) == (384, 385)
-    assert made._producer.prefixes.refusal(request.request_id, is_within=True) is None
+    assert made.parts.lending.prefixes.refusal_of(request.request_id, is_within=True) is None

@@ -17,13 +17,14 @@ from pdconn.protocol.prefix import ticket_from
 from pdconn.protocol.ticket import MAX_CUTS, BlockList, Ticket, TicketCut, parse_ticket
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError, read_settings
-from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.answers import LendableAnswer, LentAnswers
+from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.pins import LeaseKind
-from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prefix_digests
+from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from pdconn.vllm.values import LendBack
 from tests.fakes.pair import Cache
+from tests.fakes.simulated.hooks import matched
 from tests.vllm.lends.test_prefixes import grant, request
 from tests.vllm.producer.scheduler import Clock, Pool, settle
 
@@ -108,11 +109,11 @@ def test_wrong_cuts_are_refused_by_name(cuts: object) -> None:
 
 def usable(made: Ticket, prompt: list[int], **changes: Any) -> int:
     """Tokens that a prefill engine pulls for ``prompt``."""
-    side = ConsumerScheduler("here", False, True, 1000)
+    side = Pulling(PullRules("here", False, True, 1000))
     asked = request(prompt, {**TURN, "pdconn": {"from": made.to_params(1, 1)}}, **changes)
-    side.arrived(asked)
+    side.on_new_request(asked)
     grant(side)
-    count, _ = side.matched(asked, 0)
+    count, _ = matched(side, asked, 0)
     assert count is not None
     assert side.pulled_until(asked) == count
     return count
@@ -141,15 +142,15 @@ def test_another_salt_or_adapter_takes_nothing(changes: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def lending(pool: Pool, clock: Clock) -> Iterator[ProducerScheduler]:
+def lending(pool: Pool, clock: Clock) -> Iterator[Lending]:
     [port] = free_ports(1)
     extra = {"lend_back": {"seconds": 1.5, "share": 0.5}, "kv_lease_duration": 60.0}
     settings = read_settings(extra, "127.0.0.1", port, 0)
-    made = ProducerScheduler(settings, "d", "boot", (1, 1), clock=clock)
-    made.bind(pool)
+    made = Lending(settings, "d", "boot", (1, 1), clock=clock)
+    made.bind_gpu_block_pool(pool)
     made.serve(welcome("boot"))
     yield made
-    made.close()
+    made.shutdown()
 
 
 def welcome(boot: str) -> Welcome:
@@ -157,14 +158,14 @@ def welcome(boot: str) -> Welcome:
     return Welcome.of("d", boot, {}, (geometry,))
 
 
-def lend(side: ProducerScheduler, name: str, *blocks: int) -> Any:
+def lend(side: Lending, name: str, *blocks: int) -> Any:
     """What the answer of a request carries."""
     asked = request(SAID, {"do_remote_prefill": False}, name)
     return side.lend_back(asked, LendableAnswer(60, (list(blocks),), (16, 48)))
 
 
 def test_the_answer_carries_what_prefill_is_to_be_asked(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
 ) -> None:
     params = lend(lending, "r", 0, 3, 4)
@@ -181,7 +182,7 @@ def test_the_answer_carries_what_prefill_is_to_be_asked(
     assert lending.take_counts()["answers_lent"] == 1
 
 
-def test_the_oldest_answers_make_room(lending: ProducerScheduler, pool: Pool) -> None:
+def test_the_oldest_answers_make_room(lending: Lending, pool: Pool) -> None:
     """At most half of 16 blocks, of which none is claimed."""
     for number, blocks in enumerate(((1, 2, 3), (4, 5, 6), (7, 8, 9))):
         assert lend(lending, f"r{number}", *blocks) is not None
@@ -198,7 +199,7 @@ def test_the_oldest_answers_make_room(lending: ProducerScheduler, pool: Pool) ->
 
 
 def test_an_engine_that_wakes_remembers_no_answer_of_before(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
 ) -> None:
     assert lend(lending, "r", 3, 4) is not None
@@ -208,7 +209,7 @@ def test_an_engine_that_wakes_remembers_no_answer_of_before(
 
 
 def test_nothing_is_lent_twice_or_of_one_of_several_answers(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
 ) -> None:
     assert lend(lending, "0_parent", 1, 2) is None
@@ -219,7 +220,7 @@ def test_nothing_is_lent_twice_or_of_one_of_several_answers(
 
 
 def test_an_engine_that_stops_does_not_wait_for_next_turns(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
     clock: Clock,
 ) -> None:
@@ -245,8 +246,8 @@ def test_an_engine_that_stops_does_not_wait_for_next_turns(
 )
 def test_who_is_answered_with_a_ticket(params: Any, is_asked: bool) -> None:
     answers = LentAnswers(LendBack())
-    assert answers.asked(request(SAID, params)) == is_asked
-    assert not answers.asked(request(SAID, params, resumable=True))
+    assert answers.is_wanted(request(SAID, params)) == is_asked
+    assert not answers.is_wanted(request(SAID, params, resumable=True))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_a_state_that_has_moved_on_is_not_lent(
 ) -> None:
     """A step under way, or of drafts, leaves another one in its place; rows it leaves alone."""
     asked = request(SAID, {"do_remote_prefill": False}, num_in_flight_tokens=num_in_flight)
-    assert answers.asked(asked) == is_lent
+    assert answers.is_wanted(asked) == is_lent
 
 
 # Settings

@@ -14,8 +14,9 @@ from pdconn.lifecycle.pull import (
     SendDone,
 )
 from pdconn.puller.commands import AbandonPull, CancelPull, ReadBlocks
-from pdconn.vllm.consumer import ConsumerScheduler
-from pdconn.vllm.lends.patience import LEAST_S, PULLS, UNKNOWN_S, PrefixPatience
+from pdconn.vllm.pulls.patience import LEAST_S, PULLS, UNKNOWN_S, PrefixPatience
+from pdconn.vllm.pulls.pulling import Pulling
+from tests.fakes.simulated.hooks import allocated, matched
 from tests.vllm.lends.test_prefixes import BLOCKS, HELD, computing, consumer, grant, lent
 from tests.vllm.producer.scheduler import Clock
 
@@ -73,33 +74,33 @@ def test_what_is_overdue_is_named_once_claim_or_pull(clock: Clock) -> None:
 # The engine's side
 
 
-def pulling() -> tuple[ConsumerScheduler, Any]:
+def pulling() -> tuple[Pulling, Any]:
     """A request for a prefix has arrived."""
     side, asked = consumer(), computing(lent())
-    side.arrived(asked)
+    side.on_new_request(asked)
     return side, asked
 
 
 def test_a_claim_that_nobody_answers_is_left_and_the_prompt_is_computed() -> None:
     side, asked = pulling()
-    assert side.matched(asked, 0) == (None, False)
+    assert matched(side, asked, 0) == (None, False)
     assert side.prefix_of("r") == HELD
     side.take_commands()
     side.abandon("r")
     assert side.take_commands() == [CancelPull("r")]
-    assert side.matched(asked, 0) == (0, False)
+    assert matched(side, asked, 0) == (0, False)
 
 
 def test_a_pull_that_takes_too_long_is_left() -> None:
     side, asked = pulling()
     grant(side)
-    assert side.matched(asked, 0) == (HELD, True)
-    side.allocated(asked, BLOCKS, HELD)
+    assert matched(side, asked, 0) == (HELD, True)
+    allocated(side, asked, BLOCKS, HELD)
     commands: list[Any] = side.take_commands()
     assert [type(command) for command in commands] == [ReadBlocks]
     side.abandon("r")
     assert side.take_commands() == [AbandonPull("r")]
-    side.reported("r")
+    side.end_pull("r")
     side.abandon("r")
     assert side.take_commands() == []
 

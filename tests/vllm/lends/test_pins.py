@@ -7,34 +7,35 @@ from typing import Any
 
 import pytest
 
+from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.pins import LeaseKind, LeasePins, LentShare
 from pdconn.vllm.lends.prompts import PromptShare
-from pdconn.vllm.producer import ProducerScheduler
-from tests.vllm.lends.test_prefixes import PROMPT, asking, request
+from tests.fakes.simulated.hooks import finished
+from tests.vllm.lends.test_prefixes import PROMPT, asking, got, request
 from tests.vllm.producer.scheduler import Clock, Pool, settle
 
 HELD = 16
 
 
-def borrow(lending: ProducerScheduler, name: str, *blocks: int) -> dict[str, Any] | None:
+def borrow(lending: Lending, name: str, *blocks: int) -> dict[str, Any] | None:
     """Ask for a prefix that is held in these blocks, and leave it at that."""
     asked = asking(PROMPT[: HELD + 1], HELD, name=name)
-    lending.arrived(asked)
-    assert lending.prefixes.looked_up(asked, HELD)
-    lending.allocated(asked, lambda _: (list(blocks),))
+    lending.on_new_request(asked)
+    assert lending.prefixes.note_hit(asked, HELD)
+    got(lending, asked, lambda _: (list(blocks),))
     told = lending.lend(asked, (list(blocks),))
-    lending.finished(asked)
+    finished(lending, asked)
     return told
 
 
-def hand_over(lending: ProducerScheduler, name: str, *blocks: int) -> None:
+def hand_over(lending: Lending, name: str, *blocks: int) -> None:
     """Lend a whole prompt."""
     asked = request(PROMPT, {"do_remote_decode": True}, name=name)
     assert lending.lend(asked, (list(blocks),)) is not None
 
 
 def test_of_forty_prefixes_that_are_asked_for_and_left_few_stay_lent(
-    lending: ProducerScheduler, pool: Pool
+    lending: Lending, pool: Pool
 ) -> None:
     for number in range(40):
         assert borrow(lending, f"p{number}", 1 + number % 15) is not None
@@ -44,19 +45,19 @@ def test_of_forty_prefixes_that_are_asked_for_and_left_few_stay_lent(
 
 def test_prefixes_are_few_however_short(pool: Pool) -> None:
     pins = LeasePins({LeaseKind.PREFIX: LentShare(0.5, 3)})
-    pins.bind(pool)
+    pins.bind_gpu_block_pool(pool)
     ended = [pins.pin(f"p{number}", [[1]], LeaseKind.PREFIX, 0.0) for number in range(5)]
     assert ended == [[], [], [], ["p0"], ["p1"]]
     assert pins.num_blocks == 1
 
 
-def test_a_prefix_above_the_share_is_not_lent(lending: ProducerScheduler, pool: Pool) -> None:
+def test_a_prefix_above_the_share_is_not_lent(lending: Lending, pool: Pool) -> None:
     told = borrow(lending, "p", *range(1, 10))
     assert told == {"pdconn": {"lend": HELD, "held": 0}}
     assert pool.pinned() == []
 
 
-def test_prompts_have_no_share_and_stay(lending: ProducerScheduler, pool: Pool) -> None:
+def test_prompts_have_no_share_and_stay(lending: Lending, pool: Pool) -> None:
     """They are computed because decode asks; readers may be many, and slow."""
     for number in range(15):
         hand_over(lending, f"r{number}", 1 + number)
@@ -65,7 +66,7 @@ def test_prompts_have_no_share_and_stay(lending: ProducerScheduler, pool: Pool) 
 
 
 def test_what_was_lent_first_gives_way_to_a_request_that_is_not_admitted(
-    lending: ProducerScheduler, pool: Pool
+    lending: Lending, pool: Pool
 ) -> None:
     for number in range(4):
         borrow(lending, f"p{number}", 2 * number + 1, 2 * number + 2)
@@ -76,7 +77,7 @@ def test_what_was_lent_first_gives_way_to_a_request_that_is_not_admitted(
 
 
 def test_a_prompt_that_nobody_claims_gives_way_in_the_end(
-    lending: ProducerScheduler, pool: Pool, clock: Clock, lease_s: float
+    lending: Lending, pool: Pool, clock: Clock, lease_s: float
 ) -> None:
     hand_over(lending, "r", 1, 2)
     lending.give_way(1)
@@ -89,7 +90,7 @@ def test_a_prompt_that_nobody_claims_gives_way_in_the_end(
     assert pool.pinned() == [3]
 
 
-def settle_down(lending: ProducerScheduler) -> None:
+def settle_down(lending: Lending) -> None:
     """Until the lender's thread has done what it was asked for."""
 
     for _ in range(30):

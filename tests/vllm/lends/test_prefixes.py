@@ -12,10 +12,11 @@ from pdconn.protocol.prefix import lend_of, ticket_from
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.results import ClaimOutcome
-from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.prefixes import PrefixLends
-from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prompt_digest, shorten
+from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from tests.fakes.simulated.hooks import allocated, finished, matched
 from tests.fakes.simulated.requests import vllm_request
 from tests.vllm.producer.scheduler import Pool
 from tests.vllm.test_consumer import kinds
@@ -43,6 +44,12 @@ def request(tokens: list[int], params: dict[str, Any], name: str = "r", **change
 def asking(tokens: list[int], lend: object, **changes: Any) -> Any:
     params = {"do_remote_decode": True, "pdconn": {"lend": lend}}
     return request(tokens, params, **changes)
+
+
+def got(lending: Lending, asked: Any, of_tokens: Any) -> None:
+    """The request gets blocks, of which ``of_tokens`` says those of its first tokens."""
+    blocks: Any = SimpleNamespace(of_tokens=of_tokens)
+    lending.update_state_after_alloc(asked, blocks, 0, is_promised=False)
 
 
 # What clients write
@@ -90,63 +97,63 @@ def test_a_prefix_is_told_by_all_that_its_kv_depends_on() -> None:
 # Who holds it
 
 
-def test_what_is_held_is_lent(lending: ProducerScheduler, pool: Pool) -> None:
+def test_what_is_held_is_lent(lending: Lending, pool: Pool) -> None:
     asked = asking(PROMPT[: HELD + 1], HELD)
-    lending.arrived(asked)
-    assert lending.prefixes.looked_up(asked, HELD)
+    lending.on_new_request(asked)
+    assert lending.prefixes.note_hit(asked, HELD)
     assert (asked.num_prompt_tokens, asked.max_tokens) == (HELD + 1, 1)
     params = lending.lend(asked, ([1, 2, 3],))
     assert params is not None
     ticket = parse_ticket(params)
     assert (ticket.num_tokens, ticket.prompt) == (HELD, prefix_digest(asked, HELD))
     assert pool.pinned() == [1, 2, 3]
-    lending.finished(asked)
+    finished(lending, asked)
     assert len(lending.prefixes) == 0
 
 
 def test_what_is_not_held_is_not_computed(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
 ) -> None:
     """Looked up twice, as where there was no room at first: what is held then counts."""
     asked = asking([*PROMPT, *PROMPT], 79)
-    lending.arrived(asked)
-    assert lending.prefixes.looked_up(asked, 79)
-    assert lending.prefixes.looked_up(asked, 16)
+    lending.on_new_request(asked)
+    assert lending.prefixes.note_hit(asked, 79)
+    assert lending.prefixes.note_hit(asked, 16)
     assert asked.prompt_token_ids == asked._all_token_ids == PROMPT[:32]
-    assert lending.prefixes.looked_up(asked, 32)
+    assert lending.prefixes.note_hit(asked, 32)
     assert asked.num_prompt_tokens == 32
     assert lending.lend(asked, ([1, 2],)) == {"pdconn": {"lend": 79, "held": 32}}
     assert pool.pinned() == []
 
 
 def test_a_model_with_states_lends_a_prefix_of_the_tokens_asked_for(
-    lending: ProducerScheduler,
+    lending: Lending,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts that are handed over are computed without their last token; a hit needs it."""
-    monkeypatch.setattr(lending, "_has_states", True)
+    monkeypatch.setattr(lending.tickets, "has_states", True)
     asked = asking(PROMPT[: HELD + 1], HELD)
-    lending.arrived(asked)
+    lending.on_new_request(asked)
     assert asked.num_prompt_tokens == HELD + 1
 
 
 def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_on(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
 ) -> None:
     """vLLM takes it off the request before that has ended; its blocks are those it was found in."""
     asked = asking(PROMPT[: HELD + 1], HELD)
-    lending.arrived(asked)
-    assert lending.prefixes.looked_up(asked, HELD)
+    lending.on_new_request(asked)
+    assert lending.prefixes.note_hit(asked, HELD)
     found = ([1, 2, 3], [0, 5])
     for _ in range(2):  # again after a preemption: it is pinned already
-        lending.allocated(asked, lambda num_tokens: found if num_tokens == HELD else ())
+        got(lending, asked, lambda num_tokens: found if num_tokens == HELD else ())
     assert pool.pinned() == [1, 2, 3, 5]
     params = lending.lend(asked, ([1, 2, 3], [0, 0, 6]))
     assert params is not None
     assert [block.ids for block in parse_ticket(params).blocks] == [(1, 2, 3), (5,)]
-    lending.finished(asked)
+    finished(lending, asked)
     assert pool.pinned() == [1, 2, 3, 5], "by the lease now, and once"
     assert {pool.blocks[block].ref_cnt for block in (1, 2, 3, 5)} == {1}
 
@@ -154,60 +161,60 @@ def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_o
 @pytest.mark.parametrize("held", [HELD, 16])
 def test_a_request_for_a_prefix_that_is_aborted_leaves_nothing_pinned(
     held: int,
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
 ) -> None:
     asked = asking(PROMPT[: HELD + 1], HELD)
-    lending.arrived(asked)
-    lending.prefixes.looked_up(asked, held)
-    lending.allocated(asked, lambda num_tokens: ([1, 2, 3],))
+    lending.on_new_request(asked)
+    lending.prefixes.note_hit(asked, held)
+    got(lending, asked, lambda num_tokens: ([1, 2, 3],))
     assert pool.pinned() == ([1, 2, 3] if held == HELD else [])
-    lending.finished(asked)
+    finished(lending, asked)
     assert pool.pinned() == []
 
 
 def test_a_reset_lets_go_of_a_prefix_that_nobody_has_been_given(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
 ) -> None:
     """As with reset_running_requests: its request is preempted, looked up again, and refused."""
     asked = asking(PROMPT[: HELD + 1], HELD)
-    lending.arrived(asked)
-    lending.prefixes.looked_up(asked, HELD)
-    lending.allocated(asked, lambda num_tokens: ([1, 2, 3],))
+    lending.on_new_request(asked)
+    lending.prefixes.note_hit(asked, HELD)
+    got(lending, asked, lambda num_tokens: ([1, 2, 3],))
     pool.touch([pool.blocks[3]])
     assert not pool.reset_prefix_cache(), "the request itself holds blocks"
     assert pool.pinned() == [1, 2, 3]
     pool.free_blocks([pool.blocks[3]])
     assert pool.reset_prefix_cache()
     assert pool.pinned() == []
-    lending.prefixes.looked_up(asked, 0)
-    lending.allocated(asked, lambda num_tokens: ([4, 5],))
+    lending.prefixes.note_hit(asked, 0)
+    got(lending, asked, lambda num_tokens: ([4, 5],))
     assert lending.lend(asked, ([4, 5],)) == {"pdconn": {"lend": HELD, "held": 0}}
-    lending.finished(asked)
+    finished(lending, asked)
     assert pool.pinned() == []
 
 
 @pytest.mark.parametrize("changes", [{"prompt_embeds": [[0.0]] * 40}, {}], ids=["embeds", "lend"])
 def test_a_wrong_wish_is_answered_as_a_prompt(
     changes: dict[str, Any],
-    lending: ProducerScheduler,
+    lending: Lending,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = asking(PROMPT, 39 if changes else 7, **changes)
-    lending.arrived(asked)
-    assert not lending.prefixes.looked_up(asked, 0)
+    lending.on_new_request(asked)
+    assert not lending.prefixes.note_hit(asked, 0)
     assert asked.num_prompt_tokens == 40
     assert "no prefix is lent" in caplog.text
-    assert lending.prefixes.promised("r") is None
+    assert lending.prefixes.prefix_of("r") is None
 
 
 def test_other_requests_are_left_alone() -> None:
     lends = PrefixLends(16)
     asked = request(PROMPT, {"do_remote_decode": True})
-    assert not lends.arrived(asked)
-    assert not lends.looked_up(asked, 0)
-    assert (asked.max_tokens, lends.refusal("r", is_within=True)) == (9, None)
+    assert not lends.takes_request(asked)
+    assert not lends.note_hit(asked, 0)
+    assert (asked.max_tokens, lends.refusal_of("r", is_within=True)) == (9, None)
 
 
 # Who lacks it
@@ -227,56 +234,56 @@ def computing(ticket: object, tokens: list[int] | None = None, **changes: Any) -
     return request(PROMPT if tokens is None else tokens, params, **changes)
 
 
-def consumer(**changes: Any) -> ConsumerScheduler:
-    return ConsumerScheduler("here", False, True, 1000, **changes)
+def consumer(**changes: Any) -> Pulling:
+    return Pulling(PullRules("here", False, True, 1000, **changes))
 
 
-def grant(side: ConsumerScheduler, ranks: int = 1, problem: str | None = None) -> None:
+def grant(side: Pulling, ranks: int = 1, problem: str | None = None) -> None:
     [claim] = [each for each in side.take_commands() if isinstance(each, ClaimTicket)]
     assert claim.is_awaited
-    side.claimed([ClaimOutcome("r", claim.pull, rank, problem) for rank in range(ranks)])
+    side.note_claims([ClaimOutcome("r", claim.pull, rank, problem) for rank in range(ranks)])
 
 
 def test_a_prefix_is_pulled_behind_the_local_hit_and_the_rest_is_computed() -> None:
     side, asked = consumer(), computing(lent())
-    side.arrived(asked)
+    side.on_new_request(asked)
     assert side.pulled_until(asked) == 0
-    assert side.matched(asked, 16) == (None, False)  # until the holder grants it
+    assert matched(side, asked, 16) == (None, False)  # until the holder grants it
     grant(side)
     assert side.pulled_until(asked) == HELD
-    assert side.matched(asked, 16) == (16, True)
-    side.allocated(asked, BLOCKS, 16)
+    assert matched(side, asked, 16) == (16, True)
+    allocated(side, asked, BLOCKS, 16)
     [read] = side.take_commands()
     assert isinstance(read, ReadBlocks)
     assert read.need.tokens == (range(16, HELD),) * 2
-    side.reported("r")
-    assert side.matched(asked, 0) == (0, False)
+    side.end_pull("r")
+    assert matched(side, asked, 0) == (0, False)
     assert asked.kv_transfer_params["do_remote_decode"]
 
 
 def test_every_rank_must_be_granted_it() -> None:
     side, asked = consumer(num_ranks=2), computing(lent())
-    side.arrived(asked)
+    side.on_new_request(asked)
     grant(side, ranks=1)
-    assert side.matched(asked, 0) == (None, False)
+    assert matched(side, asked, 0) == (None, False)
 
 
 def test_a_holder_that_is_gone_costs_no_failure() -> None:
     side, asked = consumer(), computing(lent())
-    side.arrived(asked)
+    side.on_new_request(asked)
     grant(side, problem="unreachable")
-    assert side.matched(asked, 0) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
+    assert matched(side, asked, 0) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
     assert kinds(side.take_commands()) == [CancelPull]
     assert len(side) == 0
 
 
 def test_what_is_held_already_is_given_back() -> None:
     side, asked = consumer(), computing(lent())
-    side.arrived(asked)
+    side.on_new_request(asked)
     grant(side)
-    assert side.matched(asked, HELD) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
+    assert matched(side, asked, HELD) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
     assert kinds(side.take_commands()) == [CancelPull]
 
 
@@ -298,37 +305,37 @@ def test_a_prefix_of_another_prompt_is_not_pulled(
     ticket: Ticket, changes: dict[str, Any], recompute: bool
 ) -> None:
     """And it costs the request nothing, whatever the policy."""
-    side, asked = ConsumerScheduler("here", recompute, True, 1000), computing(ticket, **changes)
-    side.arrived(asked)
+    side, asked = Pulling(PullRules("here", recompute, True, 1000)), computing(ticket, **changes)
+    side.on_new_request(asked)
     grant(side)
     assert side.pulled_until(asked) == 0
-    assert side.matched(asked, 0) == (0, False)
-    side.allocated(asked, BLOCKS, 0)
+    assert matched(side, asked, 0) == (0, False)
+    allocated(side, asked, BLOCKS, 0)
     assert kinds(side.take_commands()) == [CancelPull]
 
 
 def test_without_the_digest_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr("pdconn.vllm.tracked.prefix_digests", lambda *_: [lent().prompt])
+    monkeypatch.setattr("pdconn.vllm.pulls.tracked.prefix_digests", lambda *_: [lent().prompt])
     side, asked = consumer(), computing(lent(), tokens=[7, *PROMPT[1:]])
-    side.arrived(asked)
+    side.on_new_request(asked)
     grant(side)
-    assert side.matched(asked, 0) == (HELD, True)
+    assert matched(side, asked, 0) == (HELD, True)
 
 
 def test_a_ticket_for_a_whole_prompt_is_none_for_a_prefix() -> None:
     digest = prompt_digest(request(PROMPT[:HELD], {}))
     whole = Ticket("h", "boot", "lend", "localhost", 5600, HELD, digest, lent().blocks)
     side, asked = consumer(), computing(whole)
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (0, False)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (0, False)
 
 
 @pytest.mark.parametrize("given", [7, "ticket", [], {}, {"pdconn": {"version": 2}}, lent(0)])
 def test_what_is_no_ticket_is_ignored(given: object, caplog: pytest.LogCaptureFixture) -> None:
     side, asked = consumer(), computing(given)
-    side.arrived(asked)
-    assert side.matched(asked, 0) == (0, False)
+    side.on_new_request(asked)
+    assert matched(side, asked, 0) == (0, False)
     assert side.take_commands() == []
     assert "prefix of 'r' is not pulled" in caplog.text
 
@@ -337,6 +344,6 @@ def test_a_model_with_states_takes_no_prefix_of_all_that_is_computed() -> None:
     """Its prompt has lost the token that decode computes; the state of one more is too far."""
     side, asked = consumer(has_states=True), computing(lent(39))
     shorten(asked, 39)
-    side.arrived(asked)
+    side.on_new_request(asked)
     grant(side)
-    assert side.matched(asked, 0) == (0, False)
+    assert matched(side, asked, 0) == (0, False)

@@ -165,7 +165,7 @@ def test_a_request_that_waits_while_decode_sleeps_claims_its_ticket_anew(make: M
     decode.idle(decode.scheduled(0))
     wake_up(decode, 0.0)
     for request in (queued, asked_asleep):
-        blocks: Any = SimpleNamespace(get_block_ids=lambda: (PULLED,))
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: (PULLED,), blocks=())
         count, _ = decode.scheduler.get_num_new_matched_tokens(request, 0)
         decode.scheduler.update_state_after_alloc(request, blocks, count)
         assert both.ended(request.request_id) == "received"

@@ -25,9 +25,9 @@ with warnings.catch_warnings():
     from vllm.v1.core.block_pool import BlockPool
 
     from pdconn.vllm.identity.changes import WeightChanges
+    from pdconn.vllm.lends.lending import Lending
     from pdconn.vllm.patches.cache_resets import watch_resets
-    from pdconn.vllm.producer import ProducerScheduler
-    from pdconn.vllm.store.engine import EngineStore
+    from pdconn.vllm.store.storing import Storing
 
 
 class Pool:
@@ -72,8 +72,8 @@ def test_an_engine_that_lends_pulls_and_stores_replaces_it_once(
 ) -> None:
     """Where its parts each put a wrapper of their own around that of the part before."""
     seen: list[str] = []
-    monkeypatch.setattr(ProducerScheduler, "take_back", lambda _: seen.append("leases"))
-    monkeypatch.setattr(EngineStore, "cleared", lambda _: seen.append("store"))
+    monkeypatch.setattr(Lending, "take_back", lambda _: seen.append("leases"))
+    monkeypatch.setattr(Storing, "drop_rows", lambda _: seen.append("store"))
     monkeypatch.setattr(WeightChanges, "_was_reset", lambda _, is_reset: seen.append("weights"))
     [port] = free_ports(1)
     extra = {"side_channel_host": "127.0.0.1", "side_channel_port": port}

@@ -107,7 +107,7 @@ def test_a_preempted_requests_blocks_wait_for_its_step(started: Callable[..., En
     loaded = engine.add(PROMPT + 1, loads=PROMPT)
     engine.schedule()
     assert not written & engine.blocks(loaded)
-    assert engine.connector._scheduler._manager.block_pool.get_num_free_blocks() == 2
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 2
 
 
 def test_an_engine_that_fills_no_block_frees_at_once(started: Callable[..., Engine]) -> None:

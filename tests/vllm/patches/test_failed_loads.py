@@ -15,11 +15,11 @@ from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import AbandonPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.results import NO_RESULTS, ClaimOutcome, FailedPull, PullResults
 from pdconn.store.rank.copies import HostCopies
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS
 from tests.vllm.patches.vllm_scheduler import (
@@ -159,7 +159,7 @@ def stored() -> Iterator[Callable[[Ranks], FakeEngine]]:
             if writer == "before":
                 made[-1].run(range(FIRST, FIRST + PROMPT))
                 made[-1].settle()
-        store = ranks.engine.connector._scheduler._store
+        store = ranks.engine.connector._scheduler.parts.storing
         store._store, store._namespace = made[-1].store, "ns"
         for worker, rank in zip(ranks.workers, made[-1].rank_stores, strict=True):
             worker._store = rank
@@ -187,10 +187,10 @@ def finish(ranks: Ranks, name: str) -> None:
         ranks.step()
     pool = ranks.engine.scheduler.kv_cache_manager.block_pool
     ours = ranks.engine.connector._scheduler
-    ranks.until(lambda: not ours._store._pinned)
+    ranks.until(lambda: not len(ours.parts.storing._pins))
     assert pool.get_num_free_blocks() == NUM_FREE
-    assert not ours._loading_from_store
-    assert not ours._consumer or len(ours._consumer) == 0
+    assert not ours.is_load_optional(name)
+    assert not ours.parts.pulling or len(ours.parts.pulling) == 0
 
 
 def breaks(patch: pytest.MonkeyPatch) -> list[str]:
@@ -221,8 +221,8 @@ def test_a_load_that_fails_on_a_rank_is_computed(
     store = stored(ranks)
     broken = breaks(monkeypatch)
     name = ranks.engine.add(PROMPT, first=FIRST)
-    loading = ranks.engine.connector._scheduler._loading_from_store
-    ranks.until(lambda: broken and not loading)
+    ours = ranks.engine.connector._scheduler
+    ranks.until(lambda: broken and not ours.is_load_optional(name))
     assert cached(ranks) == 0, "what was written in part is not found"
     finish(ranks, name)
     assert str(ranks.of(name)[-1].finish_reason) == "length"
@@ -301,7 +301,7 @@ def test_a_prefix_that_is_not_pulled_is_computed(
     ranks = started("kv_consumer", policy, is_async=is_async)
     name, puller = pulling(ranks, prefix())
     if is_late:
-        ranks.engine.connector._scheduler._consumer.abandon(name)
+        ranks.engine.connector._scheduler.parts.pulling.abandon(name)
         ranks.until(lambda: AbandonPull(name) in puller.asked)
     puller.results = PullResults.of([FailedPull(name, "the holder is gone")])
     finish(ranks, name)
@@ -315,13 +315,13 @@ def test_a_prefix_that_is_lost_between_promise_and_blocks_is_computed(
     """vLLM 0.33 names the blocks of a load only when the steps in flight are over."""
     ranks = started("kv_consumer", "fail")
     ours = ranks.engine.connector._scheduler
-    allocated = ours.allocated
+    allocated = ours.update_state_after_alloc
 
     def lost(request: Any, *args: Any) -> None:
-        ours._consumer.abandon(request.request_id)
+        ours.parts.pulling.abandon(request.request_id)
         allocated(request, *args)
 
-    monkeypatch.setattr(ours, "allocated", lost)
+    monkeypatch.setattr(ours, "update_state_after_alloc", lost)
     [worker] = ranks.workers
     worker._puller = puller = Puller()
     name = ranks.engine.add(PROMPT, first=FIRST, **prefix())
@@ -352,9 +352,9 @@ def test_an_engines_own_ticket_is_taken_back_and_its_prompt_computed(
 ) -> None:
     """Nothing is promised for it, so neither policy is asked."""
     taken: list[Ticket] = []
-    monkeypatch.setattr(ProducerScheduler, "take_back_own", lambda _, ticket: taken.append(ticket))
+    monkeypatch.setattr(Lending, "take_back_own", lambda _, ticket: taken.append(ticket))
     ranks = started("kv_both", policy)
-    boot = ranks.engine.connector._scheduler._consumer._incarnation
+    boot = ranks.engine.connector._scheduler.parts.pulling._rules.incarnation
     ticket = replace(lent(STORED if is_prefix else PROMPT, is_prefix=is_prefix), incarnation=boot)
     given = ticket.to_params(1, 1)
     params = {"do_remote_prefill": False, "pdconn": {"from": given}} if is_prefix else given
@@ -374,14 +374,14 @@ def test_an_offer_that_is_gone_when_there_are_blocks_is_computed(
     ranks = started("kv_producer", "fail")
     stored(ranks)
     ours = ranks.engine.connector._scheduler
-    allocated = ours.allocated
+    allocated = ours.update_state_after_alloc
 
     def cleared(request: Any, blocks: Any, num_external: int) -> None:
         if num_external:
-            ours._store.cleared()
+            ours.parts.storing.drop_rows()
         allocated(request, blocks, num_external)
 
-    monkeypatch.setattr(ours, "allocated", cleared)
+    monkeypatch.setattr(ours, "update_state_after_alloc", cleared)
     name = ranks.engine.add(PROMPT, first=FIRST)
     finish(ranks, name)
     assert str(ranks.of(name)[-1].finish_reason) == "length"

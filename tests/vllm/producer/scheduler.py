@@ -7,7 +7,7 @@ from typing import Any
 
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import read_settings
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.lends.lending import Lending
 from tests.fakes.simulated.requests import vllm_request
 
 
@@ -65,14 +65,14 @@ def request(name: str, prompt: tuple[int, ...] = (1, 2, 3)) -> Any:
     )
 
 
-def with_states() -> ProducerScheduler:
+def with_states() -> Lending:
     """Of a model with states, bound to nothing."""
     [port] = free_ports(1)
     settings = read_settings({}, "127.0.0.1", port, 0)
-    return ProducerScheduler(settings, "p", "boot", (1, 1), has_states=True)
+    return Lending(settings, "p", "boot", (1, 1), has_states=True)
 
 
-def settle(lending: ProducerScheduler, pool: Pool, seconds: float = 20.0) -> None:
+def settle(lending: Lending, pool: Pool, seconds: float = 20.0) -> None:
     """Until nothing is pinned, as vLLM's scheduler asks at every step."""
     give_up = time.monotonic() + seconds
     while pool.pinned() and time.monotonic() < give_up:

@@ -13,13 +13,11 @@ from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import PROTOCOL_VERSION, Done, Hello, Reader, encode
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.blocks.splits import Splits
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.lends.lending import Lending
 from tests.vllm.producer.scheduler import Clock, Pool, request, settle
 
 
-def test_lent_blocks_are_pinned_until_the_lease_ends(
-    lending: ProducerScheduler, pool: Pool
-) -> None:
+def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Pool) -> None:
     params = lending.lend(request("r"), ([0, 0, 3, 4], [7]))
     assert params is not None
     assert pool.pinned() == [3, 4, 7]
@@ -31,7 +29,7 @@ def test_lent_blocks_are_pinned_until_the_lease_ends(
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
-    lending: ProducerScheduler, pool: Pool, lease_s: float
+    lending: Lending, pool: Pool, lease_s: float
 ) -> None:
     params = lending.lend(request("r"), ([3],))
     assert params is not None
@@ -47,7 +45,7 @@ def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_ticket_that_comes_back_to_its_engine_ends_its_lease_and_an_altered_one_does_not(
-    lending: ProducerScheduler, pool: Pool, lease_s: float
+    lending: Lending, pool: Pool, lease_s: float
 ) -> None:
     """A client can write another request's name into a ticket."""
     ticket = parse_ticket(lending.lend(request("r"), ([3],)))
@@ -59,12 +57,12 @@ def test_a_ticket_that_comes_back_to_its_engine_ends_its_lease_and_an_altered_on
     assert pool.freed == [3]
 
 
-def test_nothing_to_lend_is_no_ticket(lending: ProducerScheduler, pool: Pool) -> None:
+def test_nothing_to_lend_is_no_ticket(lending: Lending, pool: Pool) -> None:
     assert lending.lend(request("r"), ([0, 0], [])) is None
     assert pool.pinned() == []
 
 
-def test_two_leases_on_one_block_are_two_references(lending: ProducerScheduler, pool: Pool) -> None:
+def test_two_leases_on_one_block_are_two_references(lending: Lending, pool: Pool) -> None:
     lending.lend(request("a"), ([5],))
     lending.lend(request("b"), ([5],))
     assert pool.blocks[5].ref_cnt == 2
@@ -73,9 +71,9 @@ def test_two_leases_on_one_block_are_two_references(lending: ProducerScheduler, 
 
 
 def test_kernel_blocks_are_lent_and_the_engines_blocks_are_pinned(
-    lending: ProducerScheduler, pool: Pool
+    lending: Lending, pool: Pool
 ) -> None:
-    lending._splits = Splits((2,))
+    lending.tickets.splits = Splits((2,))
     params = lending.lend(request("a"), ([0, 2, 0, 3],))
     assert params is not None
     assert params["remote_block_ids"] == [[4, 5, 0, 0, 6, 7]]
@@ -92,7 +90,7 @@ def test_kernel_blocks_are_lent_and_the_engines_blocks_are_pinned(
     "name", ["r" * 600, "cmpl-\u200b1", "a\tb"], ids=["long", "zero width", "a tab"]
 )
 def test_what_decode_would_refuse_is_not_lent(
-    lending: ProducerScheduler, pool: Pool, name: str, caplog: pytest.LogCaptureFixture
+    lending: Lending, pool: Pool, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was lent, decode refused its ticket, and its blocks stayed pinned for a whole lease."""
     with caplog.at_level(logging.WARNING, logger="pdconn"):
@@ -104,12 +102,12 @@ def test_what_decode_would_refuse_is_not_lent(
     assert len(line) < 300
 
 
-def test_the_longest_name_that_decode_takes_is_lent(lending: ProducerScheduler) -> None:
+def test_the_longest_name_that_decode_takes_is_lent(lending: Lending) -> None:
     params = lending.lend(request("r" * 512), ([3],))
     assert parse_ticket(params).request_id == "r" * 512
 
 
-def test_more_blocks_than_decode_takes_are_not_lent(lending: ProducerScheduler, pool: Pool) -> None:
+def test_more_blocks_than_decode_takes_are_not_lent(lending: Lending, pool: Pool) -> None:
     assert lending.lend(request("r"), ([3] * 5000,)) is None
     assert pool.pinned() == []
 
@@ -117,7 +115,7 @@ def test_more_blocks_than_decode_takes_are_not_lent(lending: ProducerScheduler, 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_the_children_of_a_request_share_one_lease(
-    lending: ProducerScheduler, pool: Pool, order: tuple[int, ...], lease_s: float
+    lending: Lending, pool: Pool, order: tuple[int, ...], lease_s: float
 ) -> None:
     """vLLM shows the ticket of the last one: n - 1 leases were pinned until they expired.
 
@@ -134,10 +132,10 @@ def test_the_children_of_a_request_share_one_lease(
         reader.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", shown.incarnation), done])))
         settle(lending, pool)
     assert pool.pinned() == []
-    assert len(lending._shared) == 0
+    assert lending._lent.num_shared == 0
 
 
-def test_children_of_several_requests_share_nothing(lending: ProducerScheduler) -> None:
+def test_children_of_several_requests_share_nothing(lending: Lending) -> None:
     children = [request("0_a"), request("0_b"), request("1_a", prompt=(7, 8)), request("c")]
     answers = [lending.lend(child, ([3],)) for child in children]
     lent = [parse_ticket(params).request_id for params in answers]
@@ -146,7 +144,7 @@ def test_children_of_several_requests_share_nothing(lending: ProducerScheduler) 
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_child_that_finishes_late_gets_a_lease_that_is_not_about_to_end(
-    lending: ProducerScheduler, clock: Clock, lease_s: float
+    lending: Lending, clock: Clock, lease_s: float
 ) -> None:
     names = []
     for number, waited_s in enumerate((0.0, 0.4 * lease_s, 0.2 * lease_s)):
@@ -156,9 +154,7 @@ def test_a_child_that_finishes_late_gets_a_lease_that_is_not_about_to_end(
     assert names == ["0_a", "0_a", "2_a"]
 
 
-def test_a_child_whose_sibling_is_not_lent_any_more_is_lent(
-    lending: ProducerScheduler, pool: Pool
-) -> None:
+def test_a_child_whose_sibling_is_not_lent_any_more_is_lent(lending: Lending, pool: Pool) -> None:
     lending.lend(request("0_a"), ([3],))
     settle(lending, pool)
     params = lending.lend(request("1_a"), ([3],))

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pdconn.protocol.ticket import parse_ticket
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.prompt import drop_wrong_params, prompt_digest
+from tests.fakes.simulated.hooks import finished
 from tests.vllm.producer.scheduler import Pool, request, with_states
 
 
@@ -51,13 +52,13 @@ def state_request(*prompt: int, **changes: Any) -> Any:
 
 
 def test_a_model_with_states_leaves_the_last_token_to_decode(
-    pool: Pool, lending: ProducerScheduler, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, lending: Lending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ticket names the whole prompt, and the tokens that were computed."""
-    monkeypatch.setattr(lending, "_has_states", True)
+    monkeypatch.setattr(lending.tickets, "has_states", True)
     whole, made = prompt_digest(state_request(7, 8, 9)), state_request(7, 8, 9)
-    lending.arrived(made)
-    lending.arrived(made)  # as a request that was preempted might
+    lending.on_new_request(made)
+    lending.on_new_request(made)  # as a request that was preempted might
     assert (made.prompt_token_ids, made._all_token_ids) == ([7, 8], [7, 8])
     assert (made.num_prompt_tokens, made.max_tokens) == (2, 1)
     made.num_computed_tokens = 2
@@ -65,8 +66,8 @@ def test_a_model_with_states_leaves_the_last_token_to_decode(
     assert params is not None
     ticket = parse_ticket(params, 8)
     assert (ticket.num_tokens, ticket.prompt) == (2, whole)
-    lending.finished(made)
-    assert lending._shortened == {}
+    finished(lending, made)
+    assert lending.tickets._shortened == {}
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,12 @@ def test_a_model_with_states_leaves_the_last_token_to_decode(
 )
 def test_other_prompts_are_computed_whole(made: Any) -> None:
     before = made._all_token_ids[:]
-    with_states().arrived(made)
+    with_states().on_new_request(made)
     assert made._all_token_ids == before
     assert made.max_tokens == 9
 
 
-def test_a_model_without_states_computes_the_whole_prompt(lending: ProducerScheduler) -> None:
+def test_a_model_without_states_computes_the_whole_prompt(lending: Lending) -> None:
     made = state_request(7, 8, 9)
-    lending.arrived(made)
+    lending.on_new_request(made)
     assert made.prompt_token_ids == [7, 8, 9]

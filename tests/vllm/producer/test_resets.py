@@ -20,7 +20,7 @@ from pdconn.protocol.messages import (
     Renew,
 )
 from pdconn.protocol.ticket import parse_ticket
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.lends.lending import Lending
 from tests.faults.raw_clients import RawReader
 from tests.vllm.producer.scheduler import Clock, Pool, request
 
@@ -34,7 +34,7 @@ def lending_port(params: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_reset_takes_back_what_is_lent_and_succeeds(
-    lending: ProducerScheduler, pool: Pool, lease_s: float
+    lending: Lending, pool: Pool, lease_s: float
 ) -> None:
     """Otherwise vLLM answers `success: false`, or 500 to a pause, and stays paused."""
     params = lending.lend(request("r"), ([3, 4],))
@@ -50,7 +50,7 @@ def test_a_reset_takes_back_what_is_lent_and_succeeds(
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_reset_revokes_what_is_being_read_and_nothing_of_it_is_confirmed(
-    lending: ProducerScheduler, pool: Pool, lease_s: float
+    lending: Lending, pool: Pool, lease_s: float
 ) -> None:
     params = lending.lend(request("r"), ([3],))
     assert params is not None
@@ -68,9 +68,7 @@ def test_a_reset_revokes_what_is_being_read_and_nothing_of_it_is_confirmed(
 
 
 @pytest.mark.parametrize("lease_s", [60.0])
-def test_a_reset_waits_for_what_is_being_read(
-    lending: ProducerScheduler, pool: Pool, lease_s: float
-) -> None:
+def test_a_reset_waits_for_what_is_being_read(lending: Lending, pool: Pool, lease_s: float) -> None:
     """A reset on an engine in use fails no request that is about to be handed over."""
     params = lending.lend(request("r"), ([3],))
     assert params is not None
@@ -87,17 +85,13 @@ def test_a_reset_waits_for_what_is_being_read(
     assert lending.take_counts()["confirmed"] == 1
 
 
-def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(
-    lending: ProducerScheduler, pool: Pool
-) -> None:
+def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(lending: Lending, pool: Pool) -> None:
     assert pool.reset_prefix_cache()
     pool.touch([pool.blocks[5]])
     assert not pool.reset_prefix_cache(), "a running request's block is not ours to take back"
 
 
-def test_a_reset_that_cannot_succeed_takes_nothing_back(
-    lending: ProducerScheduler, pool: Pool
-) -> None:
+def test_a_reset_that_cannot_succeed_takes_nothing_back(lending: Lending, pool: Pool) -> None:
     """A request is running: vLLM resets nothing, and what is lent must not be lost for that."""
     lending.lend(request("r"), ([3],))
     pool.touch([pool.blocks[5]])
@@ -113,7 +107,7 @@ def test_a_reset_that_cannot_succeed_takes_nothing_back(
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
-    lending: ProducerScheduler, pool: Pool, clock: Clock, lease_s: float
+    lending: Lending, pool: Pool, clock: Clock, lease_s: float
 ) -> None:
     """Otherwise every ticket that is not redeemed yet is a failed request."""
     params = lending.lend(request("r"), ([3],))
@@ -136,7 +130,7 @@ def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_the_wait_for_leases_is_bounded(
-    lending: ProducerScheduler,
+    lending: Lending,
     pool: Pool,
     clock: Clock,
     lease_s: float,
@@ -155,7 +149,5 @@ def test_the_wait_for_leases_is_bounded(
     assert told == ["pdconn: stopping with leases unread: leases=1"]
 
 
-def test_an_engine_that_lends_nothing_stops_at_once(
-    lending: ProducerScheduler, clock: Clock
-) -> None:
+def test_an_engine_that_lends_nothing_stops_at_once(lending: Lending, clock: Clock) -> None:
     assert not lending.drain(clock.now + 60.0)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 
 from pdconn.protocol.ticket import parse_ticket
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.prompt import prompt_digest
 from tests.vllm.producer.scheduler import with_states
 
@@ -33,16 +33,16 @@ def request(name: str, tokens: list[int], **changes: Any) -> Request:
 
 
 def test_the_frontends_tokens_stay_and_every_sibling_is_shortened_once(
-    lending: ProducerScheduler,
+    lending: Lending,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a process of its own the engine gets the frontend's list, each child the same."""
-    monkeypatch.setattr(lending, "_has_states", True)
+    monkeypatch.setattr(lending.tickets, "has_states", True)
     tokens = PROMPT.copy()
     whole = prompt_digest(request("r", PROMPT))
     for name in ("0_r", "1_r"):
         child = request(name, tokens)
-        lending.arrived(child)
+        lending.on_new_request(child)
         assert child.prompt_token_ids == list(child.all_token_ids) == PROMPT[:-1]
         assert (child.num_prompt_tokens, child.max_tokens) == (len(PROMPT) - 1, 1)
         child.num_computed_tokens = child.num_prompt_tokens
@@ -57,13 +57,13 @@ def test_a_prompt_of_tokens_and_embeddings_is_one_that_the_worker_takes() -> Non
     """It is not handed over, and the worker refuses tokens and embeddings of unequal number."""
     embeds = torch.zeros(len(PROMPT), 2)
     mixed = request("r", PROMPT.copy(), prompt_embeds=embeds, prompt_is_token_ids=[True] * 4)
-    with_states().arrived(mixed)
+    with_states().on_new_request(mixed)
     # As the worker does; unequal numbers raise there, which ends the engine.
     assert lengths(mixed.prompt_token_ids, mixed.prompt_embeds) == len(PROMPT)
 
 
 def test_a_session_goes_on_after_its_whole_first_prompt() -> None:
     session = request("r", PROMPT.copy(), resumable=True)
-    with_states().arrived(session)
+    with_states().on_new_request(session)
     assert list(session.all_token_ids) == PROMPT
     assert session.max_tokens == 9

@@ -159,7 +159,7 @@ class Steps:
         self.scheduler.on_new_request(request)
         count, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert (count, is_async) == (len(PROMPT) - 1, True)
-        blocks: Any = SimpleNamespace(get_block_ids=lambda: (PULLED,))
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: (PULLED,), blocks=())
         self.scheduler.update_state_after_alloc(request, blocks, count)
 
     def reported(self, field: str) -> list[str]:

@@ -175,7 +175,7 @@ def test_stats_that_get_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_worker_reports_reaches_the_scheduler(both: Rig, step: Step) -> None:
     """Checksums of what a request lends, which prefill's next step makes, busy or idle."""
     prefill, terms = both.prefill, both.to_sum()
-    producer: Any = prefill.scheduler._scheduler._producer
+    producer: Any = prefill.scheduler._scheduler.parts.lending
     producer._to_sum.append(terms)
     step(prefill)
     (told,) = prefill.outputs

@@ -41,7 +41,10 @@ with warnings.catch_warnings():
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from pdconn.vllm.store.engine import EngineStore
+    from pdconn.vllm.blocks.transferred import TransferBlocks
+    from pdconn.vllm.metadata import PdMetadata
+    from pdconn.vllm.store.storing import Storing
+    from tests.fakes.simulated.hooks import finished, matched
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
 
 BLOCK = 16
@@ -109,8 +112,8 @@ class StateEngine:
         )  # fmt: skip
         references = build_kv_cache_references(self._groups())
         shelf = partial(MemoryShelf, rows)
-        self.store = EngineStore(made, None, "writer", self.config)
-        self.store.bind(self.manager.block_pool)
+        self.store = Storing(made, None, "writer", self.config)
+        self.store.bind_gpu_block_pool(self.manager.block_pool)
         self.store._check_groups()
         self.store._store = self.scheduler = build_scheduler(
             made, store_layout([references], row_tokens), [references], namespace="ns",
@@ -140,7 +143,7 @@ class StateEngine:
         """Load what can be loaded, compute the rest and ``num_answers`` tokens, save."""
         request = self.cache.request(list(prompt), max_tokens=num_answers + 1)
         ran = Ran()
-        self.store.arrived(request)
+        self.store.on_new_request(request)
         found, blocks = self._admit(request, ran)
         while request.num_computed_tokens < len(prompt) + num_answers:
             is_known = not self.shape.is_async
@@ -148,13 +151,13 @@ class StateEngine:
                 request.append_output_token_ids(7 + request.num_tokens)
             self._pass(request, ran, found, blocks)
             found, blocks = 0, None
-        self.store.finished(request)
+        finished(self.store, request)
         self.manager.free(request)
         self._until(self.scheduler.is_settled, passed=True)
         return ran
 
     def close(self) -> None:
-        self.store.close()
+        self.store.shutdown()
         self.rank.close()
 
     def _admit(self, request: Any, ran: Ran) -> tuple[int, Any]:
@@ -165,7 +168,7 @@ class StateEngine:
             self.manager.new_step_starts()
             look = self.manager.get_computed_blocks_for_connector
             blocks, found, request.shared_prefix_boundary, diverged = look(request)
-            beyond = self.store.matched(request, found - found % BLOCK)
+            beyond, _ = matched(self.store, request, found - found % BLOCK)
             if beyond and found % BLOCK:
                 if beyond > found % BLOCK:
                     blocks = self.manager.truncate_computed_blocks(blocks, found - found % BLOCK)
@@ -186,9 +189,11 @@ class StateEngine:
             num_external_computed_tokens=beyond, delay_cache_blocks=True,
         ) is not None  # fmt: skip
         ids = self.manager.get_block_ids(request.request_id)
-        assert self.store.allocated(request, ids, beyond)
+        given = TransferBlocks(self.config, ids)
+        self.store.update_state_after_alloc(request, given, beyond, is_promised=True)
+        assert self.store.is_load_optional(request.request_id), "it is loading"
         self._until(lambda: request.request_id in self._loaded)
-        self.store.loaded(request.request_id)
+        self.store.end_load(request.request_id)
         ran.loaded = beyond
         request.num_computed_tokens = found + beyond
         self.manager.cache_blocks(request, request.num_computed_tokens)
@@ -213,7 +218,9 @@ class StateEngine:
         output = SimpleNamespace(
             kv_connector_block_state=state, num_scheduled_tokens={request.request_id: fresh}
         )
-        for command in self.store.scheduled(output, self.config.select_transfer_block_ids):
+        metadata = PdMetadata()
+        self.store.build_connector_meta(output, metadata)
+        for command in metadata.store:
             self.rank.post(command)
         if before == request.num_tokens:
             request.append_output_token_ids(7 + request.num_tokens)
@@ -249,7 +256,7 @@ class StateEngine:
             self.rank.after_pass()
         self._loaded.update(self.rank.take_loaded())
         assert not self.rank.take_load_failures()
-        self.store.note(self.rank.results())
+        self.store.note_results(self.rank.results())
 
     def _until(self, is_so: Callable[[], bool], passed: bool = False) -> None:
         until = time.monotonic() + PATIENCE_S

@@ -16,7 +16,9 @@ from tests.vllm.store.configured import TRAITS, config, layout, proven
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from pdconn.vllm.blocks.splits import Splits
-    from pdconn.vllm.store.engine import EngineStore
+    from pdconn.vllm.metadata import PdMetadata
+    from pdconn.vllm.store.storing import Storing
+    from tests.fakes.simulated.hooks import every_group, finished
 
 
 class Pool:
@@ -77,11 +79,11 @@ class Scheduler:
 
 @pytest.fixture
 def store() -> Any:
-    made = EngineStore(StoreSettings("root", 1 << 20), None, "writer", None)
-    made.bind(Pool())
+    made = Storing(StoreSettings("root", 1 << 20), None, "writer", every_group())
+    made.bind_gpu_block_pool(Pool())
     made._store = Scheduler()  # type: ignore[assignment]
     made._namespace = "ns"
-    made.arrived(request())
+    made.on_new_request(request())
     return made
 
 
@@ -98,78 +100,79 @@ def request(**changes: Any) -> Any:
 def step(store: Any) -> None:
     state = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 0, 5],))
     output = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"r": 2})
-    store.scheduled(output, lambda ids: ids)
+    store.build_connector_meta(output, PdMetadata())
 
 
 def test_blocks_are_pinned_until_all_ranks_have_read_them(store: Any) -> None:
     step(store)
-    assert store._pool.held() == {1, 2, 5}
+    assert store._pins.pool.held() == {1, 2, 5}
     step(store)
-    store.note([1])
-    assert store._pool.held() == {1, 2, 5}
-    store.note([2])
-    assert not store._pool.held()
-    assert store._num_pinned == 0
+    store.note_results([1])
+    assert store._pins.pool.held() == {1, 2, 5}
+    store.note_results([2])
+    assert not store._pins.pool.held()
+    assert store._pins.num_blocks == 0
 
 
 def test_a_reset_unpins_first_and_names_another_place_for_rows(store: Any) -> None:
     step(store)
-    assert store._pool.reset_prefix_cache()
-    assert store._pool.was_free_at_reset
+    assert store._pins.pool.reset_prefix_cache()
+    assert store._pins.pool.was_free_at_reset
     (first,) = store._store.cleared_to
-    store._pool.reset_prefix_cache()
+    store._pins.pool.reset_prefix_cache()
     assert store._store.cleared_to[1] != first != "ns"
-    store.note([1])  # comes late: nothing is freed twice
+    store.note_results([1])  # comes late: nothing is freed twice
 
 
 def test_weights_that_change_name_another_place_and_what_has_begun_is_not_saved(store: Any) -> None:
     """vLLM's own cache is not reset then (``clear_cache=false``)."""
     step(store)
     store.weights_changed()
-    assert not store._pool.held()
+    assert not store._pins.pool.held()
     assert store._store.cleared_to != ["ns"]
     step(store)
-    assert not store._pool.held(), "of both weights"
-    store.finished(request())
-    store.arrived(request())
+    assert not store._pins.pool.held(), "of both weights"
+    finished(store, request())
+    store.on_new_request(request())
     step(store)
-    assert store._pool.held() == {1, 2, 5}, "of the new ones"
+    assert store._pins.pool.held() == {1, 2, 5}, "of the new ones"
     store.weights_changed()
     assert len({"ns", *store._store.cleared_to}) == 3
 
 
 def test_a_block_of_which_a_pull_wrote_only_the_end_is_not_saved(store: Any) -> None:
-    store.pulled("r", {0: 1})
+    store.skip_blocks("r", {0: 1})
     store._store.holes = 2
     step(store)
-    assert store._pool.held() == {5}
-    store.finished(request())
-    store.arrived(request())
+    assert store._pins.pool.held() == {5}
+    finished(store, request())
+    store.on_new_request(request())
     store._store.holes = 0
     step(store)
-    assert store._pool.held() == {1, 2, 5}, "another request of the same name"
+    assert store._pins.pool.held() == {1, 2, 5}, "another request of the same name"
 
 
 def test_no_more_than_a_quarter_of_the_blocks_is_pinned(store: Any) -> None:
     for _ in range(50):
         step(store)
-    assert store._num_pinned == 27  # nine saves of three blocks: the tenth would begin above 25
+    # Nine saves of three blocks: the tenth would begin above 25.
+    assert store._pins.num_blocks == 27
 
 
 def test_requests_without_keys_are_not_saved(store: Any) -> None:
-    store.finished(request())
-    store.arrived(request(pooling_params=object()))
+    finished(store, request())
+    store.on_new_request(request(pooling_params=object()))
     step(store)
-    assert not store._pool.held()
+    assert not store._pins.pool.held()
 
 
 def test_rows_are_made_of_kernel_blocks_and_the_engines_blocks_are_pinned(store: Any) -> None:
     store._splits, store._store.parts = Splits((2,)), 2
     step(store)
-    assert store._pool.held() == {1, 2, 5}
-    assert store._num_pinned == 3
-    store.note([1])
-    assert not store._pool.held()
+    assert store._pins.pool.held() == {1, 2, 5}
+    assert store._pins.num_blocks == 3
+    store.note_results([1])
+    assert not store._pins.pool.held()
 
 
 def test_weights_that_nothing_proves_get_a_namespace_of_their_own_and_one_line_that_says_why(
@@ -180,7 +183,7 @@ def test_weights_that_nothing_proves_get_a_namespace_of_their_own_and_one_line_t
     def named(how: str, **changes: Any) -> str:
         model = config("x", model_weights="s3://models/tiny", **changes)
         model.load_config.load_format = how
-        made = EngineStore(StoreSettings("root", 1 << 20), model, "writer", None)
+        made = Storing(StoreSettings("root", 1 << 20), model, "writer", None)
         return made._name(proven(model, TRAITS), layout())
 
     assert named("dummy") == named("dummy")

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pdconn.planning.plan import Moved
 from pdconn.puller.entry import Measured
 from pdconn.vllm.tracing.pulls import PullSpans, TracedPull, are_traced
+from tests.fakes.simulated.hooks import finished
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -54,8 +55,8 @@ def lasted(span: ReadableSpan) -> tuple[float, float]:
 
 def test_a_claim_and_a_read_are_children_of_who_asked() -> None:
     spans, exporter = traced()
-    spans.arrived(request())
-    spans.pulled([pull(rank=3)])
+    spans.on_new_request(request())
+    spans.export_pulls([pull(rank=3)])
     claim, read = exporter.get_finished_spans()
     for span in (claim, read):
         assert span.parent is not None
@@ -71,11 +72,11 @@ def test_a_claim_and_a_read_are_children_of_who_asked() -> None:
 
 def test_every_rank_that_pulled_has_its_own() -> None:
     spans, exporter = traced()
-    spans.arrived(request())
+    spans.on_new_request(request())
     report = PdWorkerReport(pulled=[pull(rank=0)]).aggregate(PdWorkerReport(pulled=[pull(rank=1)]))
     report = pickle.loads(pickle.dumps(report))  # vLLM sends it from process to process
     assert not report.is_empty
-    spans.pulled(report.pulled)
+    spans.export_pulls(report.pulled)
     ranks = [span.attributes["pdconn.rank"] for span in exporter.get_finished_spans()]
     assert sorted(ranks) == [0, 0, 1, 1]
 
@@ -87,29 +88,27 @@ def test_every_rank_that_pulled_has_its_own() -> None:
 )
 def test_a_request_without_a_trace_has_no_spans(not_traced: Any) -> None:
     spans, exporter = traced()
-    spans.arrived(not_traced)
-    spans.pulled([pull()])
+    spans.on_new_request(not_traced)
+    spans.export_pulls([pull()])
     assert exporter.get_finished_spans() == ()
 
 
 def test_nothing_is_kept_of_a_request_that_has_left() -> None:
     spans, exporter = traced()
-    spans.arrived(request())
+    spans.on_new_request(request())
     assert len(spans) == 1
-    spans.finished("r")
-    spans.finished("r")
+    finished(spans, request())
+    finished(spans, request())
     assert len(spans) == 0
-    spans.pulled([pull()])  # received after it was aborted
+    spans.export_pulls([pull()])  # received after it was aborted
     assert exporter.get_finished_spans() == ()
 
 
-def test_an_engine_without_an_endpoint_keeps_and_exports_nothing() -> None:
+def test_an_engine_without_an_endpoint_has_no_spans() -> None:
     for endpoint, expected in ((None, False), ("http://127.0.0.1:4318/v1/traces", True)):
         config = SimpleNamespace(
             observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint)
         )
         assert are_traced(config) is expected
-        spans = PullSpans.of(config)
-        spans.arrived(request())
-        assert len(spans) == expected
+        assert (PullSpans.of(config) is not None) is expected
     assert not are_traced(SimpleNamespace())

@@ -105,7 +105,7 @@ class SimMemory:
         blocks = partial_blocks(begins, self.sizes)
         never_cache(manager, manager.kv_cache_config, request.request_id, blocks)
         if self.cache.answers is not None:
-            self.cache.answers.pulled_in_part(request.request_id, blocks)
+            self.cache.answers.mark_partial(request.request_id, blocks)
         request.num_computed_tokens = until
         manager.cache_blocks(request, until)
         self.check(one, until)

@@ -22,9 +22,8 @@ with warnings.catch_warnings():
     from pdconn.vllm.cache import answers
     from pdconn.vllm.cache.answers import AnswerWindows
     from pdconn.vllm.cache.retention import keep_window_of_last_token
-    from pdconn.vllm.lends import lendable as lends_lendable
-    from pdconn.vllm.lends.answers import LendableAnswer
-    from pdconn.vllm.lends.lendable import answer_of
+    from pdconn.vllm.lends import answers as lends_answers
+    from pdconn.vllm.lends.answers import LendableAnswer, answer_of
     from pdconn.vllm.prompt import num_computed
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import Running, SimMemory
@@ -92,7 +91,7 @@ def short_answers() -> None:
 
 def test_what_was_pulled_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     short_answers()
-    monkeypatch.setattr(AnswerWindows, "pulled_in_part", lambda *_: None)
+    monkeypatch.setattr(AnswerWindows, "mark_partial", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong at"):
         short_answers()
 
@@ -166,7 +165,7 @@ def test_an_answer_whose_window_has_moved_on_is_not_lent(is_chunk: bool, num_dra
 
 def test_a_careless_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: where full attention alone has everything."""
-    right = lends_lendable.answer_of
+    right = lends_answers.answer_of
 
     def careless(*asked: Any) -> LendableAnswer:
         found = right(*asked)
@@ -286,7 +285,7 @@ def test_a_failed_request_keeps_nothing() -> None:
     request = cache.request(list(range(200)))
     assert cache.admit(request) is not None
     assert cache.answers is not None
-    cache.answers.pulled_in_part(request.request_id, {0: 1})
-    cache.answers.finished(request, 0)
+    cache.answers.mark_partial(request.request_id, {0: 1})
+    cache.answers.keep_answer(request, 0)
     assert not cache.answers._partial
     cache.finish(request)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pdconn.store.settings import StoreSettings
 from tests.property.scale import at_least
 
 with warnings.catch_warnings():
@@ -19,8 +19,11 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.cache.partial import partial_blocks
     from pdconn.vllm.metadata import PdWorkerReport
-    from pdconn.vllm.scheduler import PdScheduler
-    from pdconn.vllm.tracing.pulls import PullSpans
+    from pdconn.vllm.pulls.pulling import Pulling, PullRules
+    from pdconn.vllm.pulls.tracked import Tracked
+    from pdconn.vllm.scheduler import Parts
+    from pdconn.vllm.store.storing import Storing, _Known
+    from tests.fakes.simulated.hooks import half_of
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows import memory as sim_memory
     from tests.vllm.windows.memory import SimMemory
@@ -97,26 +100,25 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
     cache.manager.allocate_slots(
         request, 0, num_external_computed_tokens=499, delay_cache_blocks=True
     )
-    told: dict[str, dict[int, int]] = {}
-    scheduler: Any = PdScheduler.__new__(PdScheduler)
-    scheduler._spans = PullSpans()
-    scheduler._answers = answers = cache.answers
-    assert answers is not None
-    scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
-    scheduler._consumer = SimpleNamespace(
-        claimed=lambda _: None, reported=lambda _: None, is_over=lambda name: name == "aborted"
-    )
-    scheduler._store = SimpleNamespace(note=lambda _: None, pulled=told.__setitem__)
-    scheduler._manager, scheduler._config = cache.manager, cache.shape.config()
-    report = PdWorkerReport(partial={request.request_id: {1: 4}, "aborted": {1: 2}})
-    scheduler.reported(
-        KVConnectorOutput(kv_connector_worker_meta=report, finished_recving={request.request_id})
+    name, pulling = request.request_id, Pulling(PullRules("here", True, True, 1000))
+    pulling._pulled._manager, pulling._pulled._answers = cache.manager, cache.answers
+    pulling._tracked = {
+        each: Tracked(None, None, None, pulling=True, over=each == "aborted")
+        for each in (name, "aborted")
+    }
+    storing = Storing(StoreSettings("root", 1 << 20), None, "writer", None)
+    storing._requests[name] = known = _Known(request)
+    report = PdWorkerReport(partial={name: {1: 4}, "aborted": {1: 2}})
+    half_of(Parts(pulling=pulling, storing=storing)).update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=report, finished_recving={name})
     )
     cache.manager.cache_blocks(request, 499)
     full, window = cache.manager.get_blocks(request.request_id).blocks
     assert [block.block_hash is not None for block in full] == [True] * 7 + [False]
     assert [block.block_hash is not None for block in window] == [False] * 5 + [True] * 2 + [False]
-    assert told == answers._partial == {request.request_id: {1: 4}}
+    assert cache.answers is not None
+    assert cache.answers._partial == {name: {1: 4}}
+    assert (known.partial, list(storing._requests)) == ({1: 4}, [name])
     cache.finish(request)
     managers = cache.manager.coordinator.single_type_managers
     assert not any(manager.num_cached_block for manager in managers), "nothing is left behind"

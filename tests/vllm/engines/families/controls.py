@@ -5,6 +5,7 @@ Named by ``kv_connector_module_path``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
-from pdconn.vllm import scheduler, tracked
+from pdconn.vllm.blocks import transferred
 from pdconn.vllm.connector import PdconnConnector
 from pdconn.vllm.metadata import PdMetadata
+from pdconn.vllm.pulls import tracked
+from pdconn.vllm.scheduler import Parts
 from tests.vllm.engines.store.stores import breaks
 from transport import Spans
 
@@ -25,10 +28,11 @@ class WholePrompt(PdconnConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        half = self._scheduler
-        for side in (half._producer, half._consumer) if half is not None else ():
-            if side is not None:
-                side._has_states = False
+        parts = Parts() if self._scheduler is None else self._scheduler.parts
+        if parts.lending is not None:
+            parts.lending.tickets.has_states = False
+        if parts.pulling is not None:
+            parts.pulling._rules = replace(parts.pulling._rules, has_states=False)
 
 
 class HeldByAll(PdconnConnector):
@@ -36,7 +40,7 @@ class HeldByAll(PdconnConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        scheduler.held_tokens = lambda config, blocks, num_local: (num_local,) * len(blocks)
+        transferred.held_tokens = lambda config, blocks, num_local: (num_local,) * len(blocks)
 
 
 class Undigested(PdconnConnector):
@@ -143,4 +147,6 @@ class Unyielding(PdconnConnector):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self._scheduler is not None:
-            self._scheduler._waits = None
+            parts = self._scheduler.parts
+            parts.every = tuple(one for one in parts.every if one is not parts.waits)
+            parts.asked = tuple(one for one in parts.asked if one is not parts.waits)

@@ -18,7 +18,7 @@ import pytest
 from pdconn.tools.lab.client import Client, lend_prefix, prefill_only
 from pdconn.tools.lab.compare import Answer, compare, make_prompts
 from pdconn.tools.lab.engine import Engine, wait_ready
-from pdconn.vllm.lends.patience import LEAST_S
+from pdconn.vllm.pulls.patience import LEAST_S
 from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside
 from tests.vllm.engines.families.handover import COARSE, NUM_TOKENS, Prompt, engine

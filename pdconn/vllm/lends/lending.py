@@ -14,7 +14,7 @@ lends on until its leases have ended, if it was given time for that.
 
 Decode computes the last prompt token itself, to have something to sample from.  A recurrent
 state that has seen that token already would see it twice, so where the model has states prefill
-leaves the token out: it computes the prompt without it.
+leaves the token out: it computes the prompt without it (:mod:`pdconn.vllm.lends.tickets`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,13 @@ from pdconn.lender.server import Lender
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import Welcome
 from pdconn.protocol.prefix import next_turn
-from pdconn.protocol.ticket import (
-    BlockList,
-    Ticket,
-    TicketCut,
-    check_block_count,
-    max_blocks_for,
-    trimmed,
-)
+from pdconn.protocol.ticket import BlockList, Ticket, TicketCut
 from pdconn.puller.verification import Verify
 from pdconn.sidechannel.advertise import advertised_host
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
+from pdconn.vllm.blocks.transferred import TransferBlocks
+from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers, num_held
 from pdconn.vllm.lends.pins import (
@@ -54,18 +49,13 @@ from pdconn.vllm.lends.pins import (
     LentShare,
 )
 from pdconn.vllm.lends.prefixes import PrefixLends
-from pdconn.vllm.lends.shared_tickets import SharedTickets
+from pdconn.vllm.lends.tickets import LentTickets, TicketWriter
 from pdconn.vllm.memory.card import kv_card, why_unreachable
+from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.cache_resets import watch_resets
-from pdconn.vllm.prompt import (
-    EMBEDDINGS,
-    has_embeddings,
-    num_computed,
-    parent_of,
-    prefix_digests,
-    prompt_digest,
-    shorten,
-)
+from pdconn.vllm.plugin import ShutdownSignal
+from pdconn.vllm.prompt import drop_wrong_params, parent_of, prefix_digests
+from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
@@ -77,8 +67,8 @@ _LOOK_S = 0.02
 """A draining engine looks that often whether its leases have ended, instead of spinning."""
 
 
-class ProducerScheduler:
-    """Leases of one prefill engine.
+class Lending(SchedulerPart):
+    """Leases of one engine.
 
     Args:
         settings: checked settings.
@@ -88,13 +78,18 @@ class ProducerScheduler:
         has_states: whether the model keeps recurrent states.
         has_drafts: whether the engine has a drafter.
         block_tokens: tokens of the engine's largest blocks.
+        num_lookahead: tokens at a prompt's end that decode computes.
+        stop: says when an engine that was asked to stop must have stopped.
         clock: seconds that never go back.
 
     Attributes:
         answers: answers that are lent back; None where none are.
         prefixes: requests for a prefix.
         pins: what leases pin.
+        tickets: writes tickets.
     """
+
+    lends = True
 
     def __init__(
         self,
@@ -106,32 +101,38 @@ class ProducerScheduler:
         has_states: bool = False,
         has_drafts: bool = False,
         block_tokens: int = 16,
+        num_lookahead: int = 1,
+        stop: ShutdownSignal | None = None,
         clock: Callable[[], float] = steady,
     ) -> None:
-        self._settings = settings
-        self._host = advertised_host(settings.side_channel_host, settings.advertise_host)
-        self._engine_id, self._incarnation = engine_id, incarnation
-        self._sizes, self._has_states = sizes, has_states
-        self.proof_of_adapter: Callable[[Any], str] = lambda request: ""
-        self._shortened: dict[str, str] = {}
-        self.answers = back = LentAnswers.of(settings.lend_back, has_states, has_drafts)
-        self._counts: Counter[str] = Counter()
-        self.prefixes = PrefixLends(block_tokens)
+        self._settings, self._clock, self._stop = settings, clock, stop
         self._said_of_stop: bool | None = None
-        self._lender: Lender | None = None
-        self._splits = UNSPLIT
-        self._pool: Any = None
-        self._clock = clock
+        host = advertised_host(settings.side_channel_host, settings.advertise_host)
+        port = settings.side_channel_port
+        self.tickets = TicketWriter(
+            engine_id, incarnation, host, port, sizes, has_states, num_lookahead
+        )
+        self.answers = back = LentAnswers.of(settings.lend_back, has_states, has_drafts)
+        self.prefixes = PrefixLends(block_tokens)
         answers = {} if back is None else {LeaseKind.ANSWER: LentShare(back.settings.share)}
         self.pins = LeasePins({LeaseKind.PREFIX: PREFIXES, **answers})
-        self._shared = SharedTickets()
-        self._lent: dict[str, bytes] = {}
+        self._lent = LentTickets()
+        self._lender: Lender | None = None
         self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
+        self._counts: Counter[str] = Counter()
 
-    def bind(self, block_pool: Any) -> None:
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Take vLLM's ``KVCacheManager``, and let it keep what decode's last token attends to."""
+        changed = keep_window_of_last_token(manager, self.tickets.num_lookahead)
+        log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
+        self.prefixes.bind_kv_cache_manager(manager)
+        if self.answers is not None:
+            self.answers.manager = manager
+
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in, and take them back before it is reset."""
-        self._pool = block_pool
-        self.pins.bind(block_pool)
+        self.pins.bind_gpu_block_pool(block_pool)
+        self.prefixes.bind_gpu_block_pool(block_pool)
         watch_resets(block_pool, before=self.take_back)
 
     def serve(self, welcome: Welcome, splits: Splits = UNSPLIT) -> None:
@@ -145,18 +146,18 @@ class ProducerScheduler:
             Unprotected: it is reachable from elsewhere without secret or TLS.
         """
         self._end_boot()
-        self._splits, self._incarnation = splits, welcome.incarnation
+        self.tickets.begin_boot(welcome, splits)
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         self._lender = Lender(
             welcome,
             host,
             port,
-            advertised=self._host,
+            advertised=self.tickets.host,
             why_unreachable=why_unreachable(kv_card(self._settings).devices),
             security=self._settings.security,
             is_summing=self._settings.verify is not Verify.OFF,
         )
-        log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), self._host, port)
+        log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), self.tickets.host, port)
 
     def _end_boot(self) -> None:
         """Stop lending what a boot before has lent; a cache reset has taken back all of it."""
@@ -165,76 +166,102 @@ class ProducerScheduler:
         self._lender.close()
         self.unpin_freed()
         self.pins.unpin_all()
-        self._shared, self._to_sum, self._lent = SharedTickets(), [], {}
+        self._lent, self._to_sum = LentTickets(), []
 
-    def arrived(self, request: Any) -> None:
-        """A request entered the engine: leave its last prompt token to decode, if it must be.
+    # A request
 
-        The ticket names the whole prompt.  A prompt of one token is computed, and is of no use
-        to decode, which asks for none of it.  Prompts that are not handed over stay whole: with
-        embeddings, which are as many as tokens, or of a session, which goes on after them.
+    def on_new_request(self, request: Any) -> None:
+        """Free what is no longer lent, and cut the request's prompt for who gets it, if it must be.
+
+        One that asks for a prefix of ours, or to be computed for decode.
         """
+        drop_wrong_params(request)
+        self.unpin_freed()
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode") or self.prefixes.arrived(request):
+        if not params or not params.get("do_remote_decode") or self.prefixes.takes_request(request):
             return
-        if (
-            self._has_states
-            and request.num_prompt_tokens > 1
-            and request.prompt_token_ids is not None
-            and not has_embeddings(request)
-            and not request.resumable
-            and request.request_id not in self._shortened
-            and not request.skip_reading_prefix_cache  # decode computes such a prompt itself
-        ):
-            self._shortened[request.request_id] = prompt_digest(request)
-            shorten(request, request.num_prompt_tokens - 1)
+        self.tickets.leave_last_token(request)
 
-    def allocated(self, request: Any, block_ids: Callable[[int], tuple[list[int], ...]]) -> None:
-        """A request got blocks; ``block_ids`` has those of its first tokens, by group."""
-        if (prefix := self.prefixes.promised(request.request_id)) is not None:
-            self.prefixes.allocated(request.request_id, block_ids(prefix[0]), self._pool)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
+        """Nothing is brought for a request that asks for a prefix: it is held here, or refused."""
+        return NOTHING if self.prefixes.note_hit(request, num_computed_tokens) else None
 
-    def finished(self, request: Any) -> None:
-        """The request left the engine, and was lent if it was to be."""
-        self._shortened.pop(request.request_id, None)
-        self.prefixes.finished(request.request_id, self._pool)
+    def update_state_after_alloc(
+        self,
+        request: Any,
+        blocks: TransferBlocks,
+        num_external_tokens: int,
+        *,
+        is_promised: bool,
+    ) -> None:
+        """A request got blocks: keep those of a prefix that it asks for."""
+        if (prefix := self.prefixes.prefix_of(request.request_id)) is not None:
+            self.prefixes.pin_prefix(request.request_id, blocks.of_tokens(prefix[0]))
 
-    def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+    def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
+        """A step is scheduled: what is lent since the last one is summed in it."""
+        metadata.to_sum = self.take_sums()
+        self.unpin_freed()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Workers have summed."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, PdWorkerReport):
+            self.add_sums(report.sums)
+
+    def request_finished(
+        self, request: Any, blocks: TransferBlocks, num_computed: int
+    ) -> dict[str, Any] | None:
+        """A request leaves the engine: lend its blocks, if it asked for that."""
+        ticket, params = None, request.kv_transfer_params
+        if params and num_computed and self.tickets.is_proven:
+            if params.get("do_remote_decode"):
+                ticket = self.lend(request, blocks.of_tokens(num_computed))
+            elif self.answers is not None:
+                answer = self.answers.answer_of(request, blocks, num_computed)
+                ticket = None if answer is None else self.lend_back(request, answer)
+        self.tickets.forget_request(request.request_id)
+        self.prefixes.forget_request(request.request_id)
+        return ticket
+
+    def lend(self, request: Any, block_ids: BlockIds) -> dict[str, Any] | None:
         """Pin and lend a finished request's blocks; the ticket, or None without blocks.
 
-        Of a request for a prefix that is not held, what is told instead of a ticket; of one that is
-        held the blocks that it was found in.
+        Of a request for a prefix that is not held, what is answered instead of a ticket; of one
+        that is held the blocks that it was found in.
         """
-        block_ids = self.prefixes.blocks_of(request.request_id) or block_ids
+        name = request.request_id
+        block_ids = self.prefixes.blocks_of(name) or block_ids
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
         is_within = self.pins.may_pin(LeaseKind.PREFIX, num_held(block_ids))
-        if (refusal := self.prefixes.refusal(request.request_id, is_within)) is not None:
+        if (refusal := self.prefixes.refusal_of(name, is_within)) is not None:
             return refusal
-        if request.request_id in self.pins:
-            log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
+        if name in self.pins:
+            log.warning("pdconn: not lent, it has a lease already: request=%s", name)
             return None
         try:
-            ticket = self._ticket(request, block_ids)
+            ticket = self.tickets.write(request, block_ids, self.prefixes.prefix_of(name))
         except TicketError as error:  # decode would refuse it, and it would be lent in vain
-            log.warning("pdconn: not lent: %s request=%s", error, shown(request.request_id))
+            log.warning("pdconn: not lent: %s request=%s", error, shown(name))
             return None
         kind, ttl_s = LeaseKind.PROMPT, self._settings.kv_lease_duration
-        if request.request_id in self.prefixes:
+        if name in self.prefixes:
             kind, ttl_s = LeaseKind.PREFIX, min(ttl_s, PREFIX_LEASE_S)
         now = self._clock()
-        shared = self._shared.find(request.request_id, ticket.prompt, now)
+        shared = self._lent.find_shared(name, ticket.prompt, now)
         if shared is not None:
-            return shared.to_params(*self._sizes)
-        self._shared.add(ticket, now + ttl_s / 2)
+            return shared.to_params(*self.tickets.sizes)
+        # A sibling's lease must not be about to end.
+        self._lent.share_ticket(ticket, now + ttl_s / 2)
         self._lend(ticket, block_ids, ttl_s, kind)
-        return ticket.to_params(*self._sizes)
+        return ticket.to_params(*self.tickets.sizes)
 
     def lend_back(self, request: Any, answer: LendableAnswer) -> dict[str, Any] | None:
         """Pin and lend prompt and answer of a finished request; what the next turn is to carry.
 
-        None if they are not lent.  Of best-of-n answers the client sees one ticket, and nobody
-        knows whose.
+        None if they are not lent.  Of best-of-n answers the client sees one ticket, and it is not
+        known of which.
         """
         name = request.request_id
         if self._lender is None or self.answers is None or name in self.pins:
@@ -244,7 +271,8 @@ class ProducerScheduler:
         *digests, whole = prefix_digests(request, (*answer.cuts, answer.num_tokens))
         cuts = tuple(map(TicketCut, answer.cuts, digests))
         try:
-            ticket = self._ticket(request, answer.blocks, (answer.num_tokens, whole), cuts)
+            prefix = answer.num_tokens, whole
+            ticket = self.tickets.write(request, answer.blocks, prefix, cuts)
         except TicketError as error:
             log.warning("pdconn: not lent back: %s request=%s", error, shown(name))
             return None
@@ -252,16 +280,29 @@ class ProducerScheduler:
             return None
         self._counts["answers_lent"] += 1
         self._lend(ticket, answer.blocks, self.answers.settings.seconds, LeaseKind.ANSWER)
-        return next_turn(ticket.to_params(*self._sizes))
+        return next_turn(ticket.to_params(*self.tickets.sizes))
+
+    def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float, kind: LeaseKind) -> None:
+        """Pin what a ticket is for, and lend it."""
+        assert self._lender is not None
+        self._end_leases(self.pins.pin(ticket.request_id, block_ids, kind, self._clock()))
+        self._lent.add_ticket(ticket)
+        self._lender.lend(ticket.request_id, ticket.digest(), ttl_s)
+        verify = self._settings.verify
+        if verify is not Verify.OFF:
+            terms = Terms(ticket.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
+            self._to_sum.append((terms, ticket.blocks))
+
+    # Leases
 
     def give_way(self, num_blocks: int) -> None:
         """A request that could not be admitted lacks blocks: what is lent gives way, see pins."""
-        self._give_up(self.pins.give_way(num_blocks))
+        self._end_leases(self.pins.give_way(num_blocks))
         unclaimed_s = self._settings.kv_lease_duration * UNCLAIMED
-        self._give_up(self.pins.older_than(unclaimed_s, self._clock()), if_unclaimed=True)
+        self._end_leases(self.pins.older_than(unclaimed_s, self._clock()), if_unclaimed=True)
 
-    def _give_up(self, requests: Iterable[str], *, if_unclaimed: bool = False) -> None:
-        """End leases that nobody has claimed; others end with their readers."""
+    def _end_leases(self, requests: Iterable[str], *, if_unclaimed: bool = False) -> None:
+        """End leases that no reader has claimed; others end with their readers."""
         for request_id in requests:
             self._counts["answers_given_up"] += not if_unclaimed
             if self._lender is not None:
@@ -272,19 +313,8 @@ class ProducerScheduler:
 
         Clients can change a ticket: only one that says what was lent ends its lease.
         """
-        if self._lender is not None and self._lent.get(ticket.request_id) == ticket.digest():
+        if self._lender is not None and self._lent.is_lent(ticket):
             self._lender.abort(ticket.request_id)
-
-    def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float, kind: LeaseKind) -> None:
-        """Pin what a ticket is for, and lend it."""
-        assert self._lender is not None
-        self._give_up(self.pins.pin(ticket.request_id, block_ids, kind, self._clock()))
-        self._lent[ticket.request_id] = ticket.digest()
-        self._lender.lend(ticket.request_id, ticket.digest(), ttl_s)
-        verify = self._settings.verify
-        if verify is not Verify.OFF:
-            terms = Terms(ticket.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
-            self._to_sum.append((terms, ticket.blocks))
 
     def unpin_freed(self) -> None:
         """Unpin blocks whose leases have ended.  Only on the engine's thread."""
@@ -293,8 +323,11 @@ class ProducerScheduler:
         for lease in self._lender.collect():
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             self.pins.unpin(lease.request)
-            self._lent.pop(lease.request, None)
-            self._shared.forget(lease.request)
+            self._lent.forget_ticket(lease.request)
+
+    def weights_changed(self) -> None:
+        """What is lent was computed with other weights."""
+        self.take_back()
 
     def take_back(self) -> None:
         """End every lease and unpin its blocks.  Only on the engine's thread, which waits.
@@ -305,9 +338,10 @@ class ProducerScheduler:
         if self._lender is None:
             return
         self.unpin_freed()
-        if self.pins.is_pool_used_by_others(self.prefixes.pinned()):
+        # vLLM resets nothing then, so what is lent stays true.
+        if self.pins.is_pool_used_by_others(self.prefixes.pinned_blocks()):
             return
-        self.prefixes.let_go(self._pool)
+        self.prefixes.unpin_prefixes()
         if not self.pins:
             return
         log.info("pdconn: cache reset: taking back what is lent: leases=%d", len(self.pins))
@@ -319,13 +353,27 @@ class ProducerScheduler:
         if not self._unpinned_within(_RESET_S):
             log.error("pdconn: cache reset: still lent: leases=%d", len(self.pins))
 
+    def _unpinned_within(self, seconds: float) -> bool:
+        give_up = time.monotonic() + seconds
+        while self.pins and time.monotonic() < give_up:
+            time.sleep(0.001)
+            self.unpin_freed()
+        return not self.pins
+
+    # A stop
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine that was asked to stop must wait for what it lends."""
+        until = None if self._stop is None else self._stop.until
+        return until is not None and self.drain(until)
+
     def drain(self, until: float) -> bool:
         """Whether an engine that was asked to stop must still wait for its leases.
 
         ``until`` is a time of our clock.  Waits a little itself, since vLLM asks again at once.
         Only on the engine's thread.
         """
-        self._give_up(self.pins.give_way_all(LeaseKind.ANSWER))
+        self._end_leases(self.pins.give_way_all(LeaseKind.ANSWER))
         self.unpin_freed()
         if not self.pins:
             return False
@@ -341,12 +389,13 @@ class ProducerScheduler:
         time.sleep(min(_LOOK_S, left_s))
         return True
 
-    def _unpinned_within(self, seconds: float) -> bool:
-        give_up = time.monotonic() + seconds
-        while self.pins and time.monotonic() < give_up:
-            time.sleep(0.001)
-            self.unpin_freed()
-        return not self.pins
+    def shutdown(self) -> None:
+        """Stop the side channel."""
+        if self._lender is not None:
+            self._lender.close()
+            self._lender = None
+
+    # What goes to workers and to metrics
 
     def take_sums(self) -> list[tuple[Terms, tuple[BlockList, ...]]]:
         """What workers are to sum in this step: every finished request has one to come."""
@@ -365,42 +414,3 @@ class ProducerScheduler:
         if self._counts:
             counts, self._counts = counts | self._counts, Counter()
         return counts
-
-    def close(self) -> None:
-        """Stop the side channel."""
-        if self._lender is not None:
-            self._lender.close()
-            self._lender = None
-
-    def _ticket(
-        self,
-        request: Any,
-        block_ids: BlockIds,
-        prefix: tuple[int, str] | None = None,
-        cuts: tuple[TicketCut, ...] = (),
-    ) -> Ticket:
-        """The ticket for a finished request: for what it was asked for, or for ``prefix`` of it.
-
-        Raises:
-            TicketError: decode would refuse it.
-        """
-        if has_embeddings(request):
-            raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
-        blocks = tuple(trimmed(ids) for ids in self._splits.described(block_ids))
-        prefix = prefix or self.prefixes.promised(request.request_id)
-        most = max_blocks_for(request.num_prompt_tokens if prefix is None else prefix[0])
-        check_block_count(sum(len(group.ids) for group in blocks), most)
-        if prefix is None:
-            whole = self._shortened.get(request.request_id) or prompt_digest(request)
-            prefix = num_computed(request), whole
-        return Ticket(
-            self._engine_id,
-            self._incarnation,
-            request.request_id,
-            self._host,
-            self._settings.side_channel_port,
-            *prefix,
-            blocks,
-            cuts,
-            self.proof_of_adapter(request),
-        )

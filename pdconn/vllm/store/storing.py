@@ -4,6 +4,8 @@ Blocks of which rows are being saved are pinned by references of our own in the 
 pool until every rank has read them, since vLLM frees window blocks while a request runs, and
 all blocks when it ends.  A reset of the prefix cache, after which weights may be others, unpins
 them at once and gives later rows another namespace; what was being saved is not committed.
+
+What to load and what to save is decided without vLLM (:mod:`pdconn.store.engine.scheduler`).
 """
 
 from __future__ import annotations
@@ -12,20 +14,25 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdconn.protocol.ticket import trimmed
 from pdconn.store.commands import StoreCommand, StoreResult
 from pdconn.store.engine.build import build_scheduler
-from pdconn.store.engine.requests import Save
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
+from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.cache.partial import PartialBlocks
+from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.cache_resets import watch_resets
+from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
@@ -33,13 +40,71 @@ from pdconn.vllm.store.states import StateGroups, end_pass_at
 from registration.references import KVCacheReferences
 from transport.errors import shown
 
+if TYPE_CHECKING:
+    from pdconn.vllm.identity.greeting import Greeting
+
 log = logging.getLogger(__name__)
 
 _PINNED_SHARE = 4
 """At most one block of so many is pinned for saves; rows beyond that are not saved."""
 
 
-class EngineStore:
+class SavePins:
+    """Blocks of vLLM's pool that are pinned while their rows are being saved.
+
+    Attributes:
+        pool: vLLM's block pool.
+        num_blocks: that are pinned; one that several saves pin counts for each.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.num_blocks = 0
+        self._pinned: dict[int, list[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pinned)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many blocks are pinned that no further rows are saved."""
+        return bool(self.num_blocks * _PINNED_SHARE > self.pool.num_gpu_blocks)
+
+    def pin_blocks(self, number: int, ids: Sequence[int]) -> None:
+        """Pin the engine's blocks of save ``number``."""
+        blocks = [self.pool.blocks[block] for block in ids]
+        self.pool.touch(blocks)
+        self._pinned[number] = blocks
+        self.num_blocks += len(blocks)
+
+    def unpin_blocks(self, number: int) -> None:
+        """The ranks have read them; a second call has no effect."""
+        blocks = self._pinned.pop(number, None)
+        if blocks is not None:
+            self.num_blocks -= len(blocks)
+            self.pool.free_blocks(reversed(blocks))
+
+    def unpin_all(self) -> None:
+        """Nothing is read any more."""
+        for number in list(self._pinned):
+            self.unpin_blocks(number)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request of the engine whose rows have keys.
+
+    Attributes:
+        is_mixed: it was computed with weights of before and of after a change.
+        partial: blocks of which a pull wrote only the end.
+    """
+
+    request: Any
+    is_mixed: bool = False
+    partial: PartialBlocks = field(default_factory=dict)
+
+
+class Storing(SchedulerPart):
     """The store of one engine, in its scheduler's process.
 
     Args:
@@ -49,6 +114,8 @@ class EngineStore:
         kv_cache_config: vLLM's KV cache configuration.
     """
 
+    fills_blocks = True
+
     def __init__(
         self, settings: StoreSettings, config: Any, writer: str, kv_cache_config: Any
     ) -> None:
@@ -57,28 +124,29 @@ class EngineStore:
         self._events: StoreEvents | None = None
         self._store: StoreScheduler | None = None
         self._namespace = ""
-        self._pool: Any = None
         self._splits = UNSPLIT
         self._states = StateGroups()
-        self._requests: dict[str, Any] = {}
-        self._begun_before: set[str] = set()
-        self._partial: dict[str, PartialBlocks] = {}
-        self._pinned: dict[int, list[Any]] = {}
-        self._num_pinned = 0
+        self._requests: dict[str, _Known] = {}
+        self._pins = SavePins()
         self._gauges: dict[str, int] = {}
 
-    def bind(self, block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in, and see when it is reset."""
-        self._pool = block_pool
-        watch_resets(block_pool, before=self.cleared, after=self._was_reset)
+        self._pins.pool = block_pool
+        watch_resets(block_pool, before=self.drop_rows, after=self._note_reset)
 
-    def open(
+    def set_xfer_handshake_metadata(self, greeting: Greeting, splits: Splits) -> None:
+        """Every worker is registered: rows can be described now."""
+        ranks = [rank.references for rank in greeting.welcome.ranks]
+        self.open_store(ranks, greeting.content, splits)
+
+    def open_store(
         self,
         ranks: Sequence[KVCacheReferences],
         traits: dict[str, str],
         splits: Splits = UNSPLIT,
     ) -> None:
-        """Every worker is registered: rows can be described now.
+        """Describe rows, and open the root.
 
         ``splits`` says which blocks ``ranks`` describe, of which rows are made.
 
@@ -89,11 +157,12 @@ class EngineStore:
         self._splits = splits
         self._check_groups()
         layout = store_layout(ranks, self._settings.block_tokens)
-        if self._pool.enable_kv_cache_events:
+        pool = self._pins.pool
+        if pool.enable_kv_cache_events:
             self._events = StoreEvents(
-                event_groups(self._kv_cache_config, layout, self._pool.hash_block_size),
+                event_groups(self._kv_cache_config, layout, pool.hash_block_size),
                 row_tokens=layout.block_tokens,
-                hash_block_tokens=self._pool.hash_block_size,
+                hash_block_tokens=pool.hash_block_size,
                 locality="LOCAL",
                 clock=time.monotonic,
             )
@@ -108,11 +177,13 @@ class EngineStore:
             told=None if self._events is None else self._events.told,
         )
 
-    def arrived(self, request: Any) -> None:
+    # A request
+
+    def on_new_request(self, request: Any) -> None:
         """A request entered the engine."""
         if self._store is None or not has_keys(request):
             return
-        self._requests[request.request_id] = request
+        self._requests[request.request_id] = _Known(request)
         self._store.arrived(
             request.request_id,
             request.all_token_ids,
@@ -122,93 +193,116 @@ class EngineStore:
             reads_files=request.lora_request is not None,
         )
 
-    def matched(self, request: Any, num_local: int) -> int | None:
-        """See :meth:`StoreScheduler.matched`.
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
+        """What is fetched and verified of the prompt, or could be.
 
         Where the prompt parts from those saved, a pass is to end, for its state to be saved.
         """
         if self._store is None:
-            return 0
-        found = self._store.matched(request.request_id, request.num_tokens, num_local)
+            return None
+        name = request.request_id
+        found = self._store.matched(name, request.num_tokens, num_computed_tokens)
         if self._states and found is not None:
-            end_pass_at(request, self._store.junction(request.request_id))
-        return found
+            end_pass_at(request, self._store.junction(name))
+        return None if found == 0 else (found, bool(found))
 
-    def allocated(self, request: Any, ids: tuple[list[int], ...], num_external: int) -> bool:
-        """The request has blocks, of which the store has promised to fill ``num_external`` tokens.
-
-        Returns:
-            Whether it will report them, loaded or failed: an offer may be gone by now.
-        """
+    def update_state_after_alloc(
+        self,
+        request: Any,
+        blocks: TransferBlocks,
+        num_external_tokens: int,
+        *,
+        is_promised: bool,
+    ) -> None:
+        """The request has blocks: load what was promised, or drop what was fetched."""
         if self._store is None:
-            return False
-        blocks = tuple(trimmed(group) for group in self._splits.described(ids))
-        if not self._store.allocated(request.request_id, blocks, num_external):
-            if num_external:
-                self._store.fail(request.request_id)
-            return num_external > 0
-        if self._events is not None:
-            self._events.serving(request, self._store.served(request.request_id))
-        return True
+            return
+        name, count = request.request_id, num_external_tokens if is_promised else 0
+        described = tuple(trimmed(group) for group in self._splits.described(blocks.ids))
+        if self._store.allocated(name, described, count):
+            if self._events is not None:
+                self._events.serving(request, self._store.served(name))
+        elif count:  # what was promised is gone by now, and vLLM waits for it
+            self._store.fail(name)
 
-    def scheduled(self, output: Any, select: Any) -> list[StoreCommand]:
-        """What the ranks are to do in this step.
+    def is_load_optional(self, request_id: str) -> bool:
+        """Whether it loads what the request waits for; the request is computed if that fails."""
+        return self._store is not None and self._store.is_loading(request_id)
 
-        Args:
-            output: vLLM's ``SchedulerOutput``.
-            select: picks the groups that take part in transfers from all groups' block ids.
-        """
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Rows come from a disk."""
+        if self.is_load_optional(request.request_id):
+            return {CacheHitSource.DISK: num_external_tokens}
+        return {}
+
+    def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
+        """A step is scheduled: rows that it completes are saved, and rows are loaded."""
+        metadata.store = self._commands_of(scheduler_output)
+
+    def _commands_of(self, output: Any) -> list[StoreCommand]:
         if self._store is None:
             return []
         state = output.kv_connector_block_state
         for request_id, count in output.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None or state is None or request_id in self._begun_before:
+            known = self._requests.get(request_id)
+            if known is None or state is None or known.is_mixed:
                 continue
-            if self._num_pinned * _PINNED_SHARE > self._pool.num_gpu_blocks:
+            if self._pins.is_full:
                 break
-            before = request.num_computed_tokens
+            before = known.request.num_computed_tokens
             passed = range(before, before + count)
-            ids = partial(self._ids_of, state, request, passed, select)
+            ids = partial(self._ids_of, state, known, passed)
             saved = self._store.computed(request_id, passed.start, passed.stop, ids)
             if saved is None:
                 continue
-            self._pin(saved)
+            self._pins.pin_blocks(saved.number, self._splits.of_engine(saved.blocks))
             if self._events is not None:
-                self._events.saving(request, saved.rows)
+                self._events.saving(known.request, saved.rows)
         return self._store.take_commands()
 
-    def note(self, results: Sequence[StoreResult]) -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Ranks have saved, fetched, loaded; pulls have written in part what may not be saved."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, PdWorkerReport):
+            self.note_results(report.store)
+            for request_id, blocks in report.partial.items():
+                self.skip_blocks(request_id, blocks)
+        for request_id in connector_output.finished_recving or ():
+            self.end_load(request_id)
+
+    def note_results(self, results: Sequence[StoreResult]) -> None:
         """Ranks have answered."""
         if self._store is not None:
             for number in self._store.note(results):
-                self._unpin(number)
+                self._pins.unpin_blocks(number)
 
-    def loaded(self, request_id: str) -> None:
+    def end_load(self, request_id: str) -> None:
         """All ranks reported the request received, or failed."""
         if self._store is not None:
             self._store.loaded(request_id)
 
-    def pulled(self, request_id: str, blocks: PartialBlocks) -> None:
-        """A pull wrote only the end of some blocks, which are not saved."""
+    def skip_blocks(self, request_id: str, blocks: PartialBlocks) -> None:
+        """A pull wrote only the end of these blocks, which are not saved."""
         if request_id in self._requests:
-            self._partial[request_id] = blocks
+            self._requests[request_id].partial = blocks
 
-    def finished(self, request: Any) -> None:
+    def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
         """The request left the engine."""
-        self._partial.pop(request.request_id, None)
-        self._begun_before.discard(request.request_id)
-        if self._requests.pop(request.request_id, None) is not None and self._store is not None:
+        known = self._requests.pop(request.request_id, None)
+        if known is not None and self._store is not None:
             self._store.finished(request.request_id)
 
-    def cleared(self) -> None:
-        """The prefix cache is being reset."""
-        for number in list(self._pinned):
-            self._unpin(number)
+    # Resets and weights
+
+    def drop_rows(self) -> None:
+        """The prefix cache is being reset: rows of before are neither saved nor loaded."""
+        self._pins.unpin_all()
         if self._store is not None:
             self._store.cleared(salted(self._namespace, secrets.token_hex(8)))
 
-    def _was_reset(self, is_reset: bool) -> None:
+    def _note_reset(self, is_reset: bool) -> None:
         if self._events is not None:
             self._events.cleared(engine_told=is_reset)
 
@@ -219,8 +313,11 @@ class EngineStore:
         cache keeps of the old weights goes on to be of use to it, as its user asked: so these
         rows, too, are for this boot alone.
         """
-        self.cleared()
-        self._begun_before.update(self._requests)
+        self.drop_rows()
+        for known in self._requests.values():
+            known.is_mixed = True
+
+    # Metrics and events
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
@@ -238,7 +335,7 @@ class EngineStore:
         """Stored rows that are there, and that are gone, since the last call."""
         return [] if self._events is None else self._events.take()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Stop the threads."""
         if self._store is not None:
             self._store.close()
@@ -254,16 +351,15 @@ class EngineStore:
             )
         return found.name
 
-    def _ids_of(
-        self, state: Any, request: Any, passed: range, select: Any
-    ) -> tuple[list[int], ...]:
+    def _ids_of(self, state: Any, known: _Known, passed: range) -> tuple[list[int], ...]:
         """The request's blocks by group, as they are described; states at boundaries alone."""
-        request_id = request.request_id
-        ids = [list(group) for group in select(state.get_block_ids(request_id))]
+        name = known.request.request_id
+        blocks = TransferBlocks(self._kv_cache_config, state.get_block_ids(name))
+        ids = [list(group) for group in blocks.ids]
         if self._states:
-            offers = state.boundary_state_offloads.get(request_id, ())
-            self._states.keep(ids, passed, offers, request.num_prompt_tokens)
-        for group, block in self._partial.get(request_id, {}).items():
+            offers = state.boundary_state_offloads.get(name, ())
+            self._states.keep(ids, passed, offers, known.request.num_prompt_tokens)
+        for group, block in known.partial.items():
             ids[group][: block + 1] = [0] * (block + 1)
         return tuple(list(group) for group in self._splits.described(ids))
 
@@ -277,15 +373,3 @@ class EngineStore:
         if others:
             raise FormatError("KV cache groups", "all of them cacheable by prefix", sorted(others))
         self._states = StateGroups.of(config)
-
-    def _pin(self, saved: Save) -> None:
-        blocks = [self._pool.blocks[block] for block in self._splits.of_engine(saved.blocks)]
-        self._pool.touch(blocks)
-        self._pinned[saved.number] = blocks
-        self._num_pinned += len(blocks)
-
-    def _unpin(self, number: int) -> None:
-        blocks = self._pinned.pop(number, None)
-        if blocks is not None:
-            self._num_pinned -= len(blocks)
-            self._pool.free_blocks(reversed(blocks))

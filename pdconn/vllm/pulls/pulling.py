@@ -20,8 +20,8 @@ without a ticket.
 A ticket that is for another prompt is left out, and its request computed, under either policy: it
 was judged before anything was promised.
 
-A ticket for a prefix alone (:mod:`pdconn.vllm.lends`) is awaited likewise, in every engine: what
-it does not bring is computed here anyway, so it costs its request nothing but time.
+A ticket for a prefix alone (:mod:`pdconn.vllm.lends.prefixes`) is awaited likewise, in every
+engine: what it does not bring is computed here anyway, so it costs its request nothing but time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
@@ -45,19 +46,30 @@ from pdconn.puller.commands import (
 )
 from pdconn.puller.peers import PeerKey
 from pdconn.puller.results import ClaimOutcome
+from pdconn.sidechannel.clock import steady
+from pdconn.vllm.blocks.kinds import may_lag
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
+from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.identity.adapters import AdapterReader
+from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
 from pdconn.vllm.prompt import parent_of
-from pdconn.vllm.tracked import StartedPulls, Tracked, key_of
+from pdconn.vllm.pulls.patience import PrefixPatience
+from pdconn.vllm.pulls.pulled import PulledBlocks
+from pdconn.vllm.pulls.tracked import ClaimGrants, StartedPulls, Tracked, key_of
+from pdconn.vllm.scheduler_part import ASK_AGAIN, NOTHING, Matched, SchedulerPart
 from transport.errors import shown
+
+if TYPE_CHECKING:
+    from pdconn.vllm.identity.greeting import Greeting
 
 log = logging.getLogger(__name__)
 
 
-class ConsumerScheduler:
-    """Tickets of one decode engine.
+@dataclass(frozen=True, slots=True)
+class PullRules:
+    """What an engine's configuration says of its pulls.
 
-    Args:
+    Attributes:
         incarnation: this boot's name, part of every pull id.
         recompute: whether the engine recomputes what cannot be pulled; otherwise
             such requests fail.
@@ -69,46 +81,23 @@ class ConsumerScheduler:
             (:mod:`pdconn.vllm.speculation`).
         num_ranks: of this engine.
         is_awaiting: whether every rank must be granted a claim before its ticket is promised.
-
-    Attributes:
-        doubt: why nothing may be pulled; empty if it may.
-        adapters: reads adapters of requests; None where they are compared by name alone.
-        take_back_own: ends the lease of a ticket that this engine made itself.
+        has_lagging: whether states of a local hit may be of less than full attention has.
     """
 
-    def __init__(
-        self,
-        incarnation: str,
-        recompute: bool,
-        prefix_caching: bool,
-        max_model_len: int,
-        *,
-        has_states: bool = False,
-        num_lookahead: int = 1,
-        num_ranks: int = 1,
-        is_awaiting: bool = False,
-    ) -> None:
-        self._incarnation = incarnation
-        self._recompute = recompute
-        self._prefix_caching = prefix_caching
-        self._max_model_len = max_model_len
-        self._has_states = has_states
-        self._num_lookahead = num_lookahead
-        self._num_ranks = num_ranks
-        self._is_awaiting = is_awaiting
-        self.doubt = ""
-        self.adapters: AdapterReader | None = None
-        self.take_back_own: Callable[[Ticket], None] | None = None
-        self._splits = UNSPLIT
-        self._is_registered = False
-        self._tracked: dict[str, Tracked] = {}
-        self._pulling = StartedPulls()
-        self._commands: list[Command] = []
-        self._number = 0
-        self._counts: Counter[str] = Counter()
+    incarnation: str
+    recompute: bool
+    prefix_caching: bool
+    max_model_len: int
+    has_states: bool = False
+    num_lookahead: int = 1
+    num_ranks: int = 1
+    is_awaiting: bool = False
+    has_lagging: bool = False
 
     @classmethod
-    def of(cls, config: Any, incarnation: str, *, has_store: bool, **more: Any) -> Self:
+    def of(
+        cls, config: Any, kv_cache_config: Any, incarnation: str, *, has_store: bool, **more: Any
+    ) -> Self:
         """For an engine of vLLM's ``config``; ``more`` is what that does not say."""
         recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
         parallel = config.parallel_config
@@ -120,30 +109,83 @@ class ConsumerScheduler:
             num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             # A request whose pull failed is asked about again under the other policy.
             is_awaiting=has_store and not recompute,
+            has_lagging=may_lag(kv_cache_config),
             **more,
         )
+
+
+class Pulling(SchedulerPart):
+    """Tickets of one engine.
+
+    Args:
+        rules: what its configuration says.
+        clock: seconds that never go back.
+
+    Attributes:
+        doubt: why nothing may be pulled; empty if it may.
+        adapters: reads adapters of requests; None where they are compared by name alone.
+        take_back_own: ends the lease of a ticket that this engine made itself.
+    """
+
+    fills_blocks = True
+
+    def __init__(self, rules: PullRules, clock: Callable[[], float] = steady) -> None:
+        self._rules = rules
+        self.doubt = ""
+        self.adapters: AdapterReader | None = None
+        self.take_back_own: Callable[[Ticket], None] | None = None
+        self._splits: Splits | None = None
+        self._tracked: dict[str, Tracked] = {}
+        self._pulling = StartedPulls()
+        self._patience, self._pulled = PrefixPatience(clock), PulledBlocks()
+        self._commands: list[Command] = []
+        self._number = 0
+        self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._tracked)
 
-    def registered(self, splits: Splits) -> None:
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """It brings the states whatever is held; windows it brings from what they hold on."""
+        return self._rules.has_lagging or self._pulled.completes_windows
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Take vLLM's ``KVCacheManager``."""
+        self._pulled.bind_kv_cache_manager(manager, self.pulled_until)
+
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, to pin quarantined blocks in."""
+        self._pulled.quarantine.bind_gpu_block_pool(block_pool)
+
+    def set_xfer_handshake_metadata(self, greeting: Greeting, splits: Splits) -> None:
+        """Every worker is registered."""
+        self.workers_registered(splits)
+        self.set_doubt(greeting.doubt)
+
+    def set_doubt(self, doubt: str) -> None:
+        """Why nothing may be pulled from now on; empty if it may."""
+        self.doubt = doubt
+
+    def workers_registered(self, splits: Splits) -> None:
         """Every worker is registered: ``splits`` says which blocks they describe.
 
         When it is so again the engine has slept, and its workers know of no claim and no pull any
         more: requests that wait for blocks claim their tickets anew, and pulls have failed.
         """
-        self._splits = splits
-        if self._is_registered:
+        has_slept, self._splits = self._splits is not None, splits
+        if has_slept:
             self._commands.clear()
             for request_id, tracked in self._tracked.items():
                 if tracked.pulling:
                     self._commands.append(FailPull(request_id, "the engine has slept"))
                 elif tracked.ticket is not None:
-                    tracked.granted.clear()
+                    tracked.claim.granted.clear()
                     self._claim(request_id, tracked, tracked.ticket)
-        self._is_registered = True
 
-    def arrived(self, request: Any) -> None:
+    # A request
+
+    def on_new_request(self, request: Any) -> None:
         """A request entered the engine; claim its ticket if it has one.
 
         Clients write ``kv_transfer_params``, which may be anything.  What is no dict, and what
@@ -164,8 +206,9 @@ class ConsumerScheduler:
             if not isinstance(params, dict):  # vLLM asks it next, and we ask it later
                 request.kv_transfer_params = {"do_remote_prefill": True}
             return
-        awaited = self._num_ranks if self._is_awaiting else 0
-        self._track(request, Tracked(ticket, None, parent, awaited=awaited), ticket)
+        awaited = self._rules.num_ranks if self._rules.is_awaiting else 0
+        tracked = Tracked(ticket, None, parent, claim=ClaimGrants(awaited=awaited))
+        self._track(request, tracked, ticket)
 
     def _prefix_arrived(self, request: Any, given: object) -> None:
         """A request names a ticket for its prefix.  A wrong one is of no use, and no harm."""
@@ -177,15 +220,15 @@ class ConsumerScheduler:
         except TicketError as error:
             log.warning("pdconn: prefix of %s is not pulled: %s", shown(name), error)
             return
-        tracked = Tracked(ticket, None, parent_of(name), awaited=self._num_ranks)
-        tracked.prefix = ticket.num_tokens
+        claim = ClaimGrants(awaited=self._rules.num_ranks)
+        tracked = Tracked(ticket, None, parent_of(name), claim=claim, prefix=ticket.num_tokens)
         self._track(request, tracked, ticket)
 
     def _track(self, request: Any, tracked: Tracked, ticket: Ticket) -> None:
         self._tracked[request.request_id] = tracked
         if self.doubt:
             self._lost(request.request_id, self.doubt)
-        elif ticket.incarnation == self._incarnation:
+        elif ticket.incarnation == self._rules.incarnation:
             # A router may choose one engine for both legs.  No transport reads from itself, and
             # what was computed is in this engine's own cache.
             if self.take_back_own is not None:
@@ -196,47 +239,59 @@ class ConsumerScheduler:
         else:
             self._claim(request.request_id, tracked, ticket)
 
-    def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """How many tokens after the local hit can be pulled; None to ask again later.
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
+        """How many tokens after the local hit can be pulled, if any."""
+        name, (count, is_async) = request.request_id, self._match(request, num_computed_tokens)
+        if count is not None:
+            self._patience.misses(request, request.num_tokens - num_computed_tokens - count)
+        elif prefix := self.prefix_of(name):
+            self._patience.awaits(name, prefix)
+        return (count, is_async) if count != 0 else None
 
-        The last prompt token is never pulled: the engine computes it anyway, to have
-        something to sample from; nor are others that a drafter looks ahead to.
-        """
+    def _match(self, request: Any, num_local: int) -> Matched:
+        """Decides on a ticket; the first of these cases that applies."""
         tracked = self._tracked.get(request.request_id)
+        # 1. There is no ticket, or vLLM was told before to compute the request.
         if tracked is None or not tracked.is_open(request):
-            return 0, False
+            return NOTHING
+        # 2. The engine holds all that the ticket brings.  The last prompt token is never pulled:
+        #    the engine computes it anyway, to have something to sample from; nor are others that
+        #    a drafter looks ahead to.
         tracked.num_local = num_local
         if self._until(request, tracked) > num_local:
             self._check(request, tracked)
         count = self._until(request, tracked) - num_local
         if count <= 0:
-            return 0, False
+            return NOTHING
+        # 3. The ticket is wrong.  Nothing was promised yet, so a request whose ticket is for
+        #    another prompt, which is no failure of anything, is computed whatever the policy says
+        #    of pulls that fail.
         if tracked.problem is not None:
-            # Nothing was promised yet, so a request whose ticket is for another prompt, which is
-            # no failure of anything, is computed whatever the policy says of pulls that fail.
-            is_computed = self._recompute or tracked.prefix or tracked.mistaken
-            return (0, False) if is_computed else (count, True)
+            is_computed = self._rules.recompute or tracked.prefix or tracked.mistaken
+            return NOTHING if is_computed else (count, True)
         is_known = self._knows_adapter(request, tracked)
+        # 4. A sibling pulls the same: its blocks will be hit.
         key = tracked.follows if tracked.ticket is None else key_of(tracked.ticket)
-        if self._prefix_caching and key in self._pulling:
-            return None, False
+        if self._rules.prefix_caching and key in self._pulling:
+            return ASK_AGAIN
+        # 5. The ticket was given up.
         if tracked.ticket is None:
-            return 0, False
-        is_promised = is_known and len(tracked.granted) >= tracked.awaited
-        return (count, True) if is_promised else (None, False)
+            return NOTHING
+        # 6. It is promised once its claim is held, and its adapter is known to be ours.
+        return (count, True) if is_known and tracked.claim.is_held else ASK_AGAIN
 
     def _until(self, request: Any, tracked: Tracked) -> int:
         """Tokens of the prompt that the pull brings, or the engine holds already."""
-        return tracked.prefix or int(request.num_prompt_tokens) - self._num_lookahead
+        return tracked.prefix or int(request.num_prompt_tokens) - self._rules.num_lookahead
 
-    def claimed(self, outcomes: Iterable[ClaimOutcome]) -> None:
-        """Ranks told what came of awaited claims; those of requests that have blocks are over."""
+    def note_claims(self, outcomes: Iterable[ClaimOutcome]) -> None:
+        """Ranks report what came of awaited claims; those of requests with blocks are over."""
         for outcome in outcomes:
             tracked = self._tracked.get(outcome.request)
-            if tracked is None or tracked.pull != outcome.pull or tracked.pulling:
+            if tracked is None or tracked.claim.pull != outcome.pull or tracked.pulling:
                 continue
             if outcome.problem is None:
-                tracked.granted.add(outcome.rank)
+                tracked.claim.granted.add(outcome.rank)
             elif tracked.ticket is not None and tracked.problem is None:
                 self._lost(outcome.request, outcome.problem)
 
@@ -249,40 +304,41 @@ class ConsumerScheduler:
         if tracked.problem is not None or not self._knows_adapter(request, tracked):
             return 0
         ticket = tracked.ticket
-        if ticket is None or (self._prefix_caching and key_of(ticket) in self._pulling):
+        if ticket is None or (self._rules.prefix_caching and key_of(ticket) in self._pulling):
             return 0
-        is_promised = len(tracked.granted) >= tracked.awaited
-        return self._until(request, tracked) if is_promised else 0
+        return self._until(request, tracked) if tracked.claim.is_held else 0
 
-    def allocated(
+    def update_state_after_alloc(
         self,
         request: Any,
-        blocks: tuple[list[int], ...],
-        num_external: int,
-        held: Callable[[int], tuple[int, ...]] | None = None,
+        blocks: TransferBlocks,
+        num_external_tokens: int,
+        *,
+        is_promised: bool,
     ) -> None:
-        """The request got blocks, of which ``num_external`` tokens are ours to fill.
-
-        ``held`` tells of a local hit what each group holds of it; without it all of it.
-        """
-        tracked = self._tracked.get(request.request_id)
+        """The request got blocks: read into them, or give the claim up."""
+        name, count = request.request_id, num_external_tokens if is_promised else 0
+        self._patience.allocated(name, count if self.prefix_of(name) else 0)
+        tracked = self._tracked.get(name)
         if tracked is None or tracked.pulling:
             return
         if not tracked.prefix:  # from here on we must not be asked again, also to recompute
             request.kv_transfer_params["do_remote_prefill"] = False
-        if num_external <= 0 or tracked.problem is not None or tracked.ticket is None:
-            self._give_up(request.request_id, tracked)
-            if num_external > 0:
-                self._fail(request.request_id, tracked)
+        if count <= 0 or tracked.problem is not None or tracked.ticket is None:
+            self._give_up(name, tracked)
+            if count > 0:
+                self._fail(name, tracked)
             return
         tracked.pulling = True
         self._pulling.begin(key_of(tracked.ticket), tracked.parent)
-        tracked.blocks = blocks
-        until = tracked.num_local + num_external
-        starts = (tracked.num_local,) * len(blocks) if held is None else held(tracked.num_local)
-        described = tuple(trimmed(ids) for ids in self._splits.described(blocks))
-        need = Need(tuple(range(start, until) for start in starts), described)
-        self._commands.append(ReadBlocks(request.request_id, need))
+        tracked.blocks, local = blocks.ids, tracked.num_local
+        starts = (local,) * len(tracked.blocks)
+        if self.supports_divergent_local_hybrid_hits:  # groups hold different parts of the hit
+            starts = blocks.held_tokens(local)
+        described = (self._splits or UNSPLIT).described(tracked.blocks)
+        tokens = tuple(range(start, local + count) for start in starts)
+        need = Need(tokens, tuple(trimmed(ids) for ids in described))
+        self._commands.append(ReadBlocks(name, need))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
         """Blocks of a request whose pull was not reported yet, holes left out."""
@@ -293,14 +349,43 @@ class ConsumerScheduler:
         tracked = self._tracked.get(request_id)
         return tracked is None or tracked.over
 
-    def reported(self, request_id: str) -> None:
+    def is_load_optional(self, request_id: str) -> bool:
+        """Whether it waits for a prefix: a whole prompt's failure is the policy's matter."""
+        return self.is_of_prefix(request_id)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Workers reported claims, pulls, and what pulls have left in blocks."""
+        report = connector_output.kv_connector_worker_meta
+        received = connector_output.finished_recving or ()
+        for request_id in received:
+            failed = request_id in connector_output.failed_recving
+            self._patience.received(request_id, failed=failed)
+        if isinstance(report, PdWorkerReport):
+            self.note_claims(report.claims)
+            self._note_blocks(report)
+        for request_id in received:
+            self.end_pull(request_id)
+
+    def _note_blocks(self, report: PdWorkerReport) -> None:
+        quarantine = self._pulled.quarantine
+        for request_id in report.quarantined:
+            quarantine.begin(request_id, self.blocks_of(request_id))
+        for request_id in report.released:
+            quarantine.end(request_id)
+        for request_id, blocks in report.partial.items():
+            if not self.is_over(request_id):
+                self._pulled.mark_partial(request_id, blocks)
+
+    def end_pull(self, request_id: str) -> None:
         """The workers reported the pull, received or failed."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
             self._pulling.end(tracked.ticket)
 
-    def finished(self, request: Any) -> None:
+    def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
         """The request left the engine: finished, aborted, or rejected at its arrival."""
+        self._pulled.keep_answer(request, num_computed)
+        self._patience.finished(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -310,6 +395,8 @@ class ConsumerScheduler:
             self._commands.append(CancelPull(request.request_id))
         else:
             self._give_up(request.request_id, tracked)
+
+    # Pulls that end early
 
     def waiting(self, *, prefixes: bool) -> list[str]:
         """Requests that hold a claim, or ask for one, and have no blocks; oldest first."""
@@ -348,6 +435,12 @@ class ConsumerScheduler:
             if tracked.ticket is not None and not tracked.pulling:
                 self._lost(name, "our weights have changed")
 
+    def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
+        """A step is scheduled: prefixes that take too long are given up, commands go out."""
+        for request_id in self._patience.overdue():
+            self.abandon(request_id)
+        metadata.commands = self.take_commands()
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         if not self._counts:  # asked in every step
@@ -362,8 +455,9 @@ class ConsumerScheduler:
 
     def _claim(self, request_id: str, tracked: Tracked, ticket: Ticket) -> None:
         self._number += 1
-        tracked.pull = f"{self._incarnation}/{self._number}"
-        self._commands.append(ClaimTicket(request_id, tracked.pull, ticket, tracked.awaited > 0))
+        claim = tracked.claim
+        claim.pull = f"{self._rules.incarnation}/{self._number}"
+        self._commands.append(ClaimTicket(request_id, claim.pull, ticket, claim.awaited > 0))
 
     def _num_tokens(self, request: Any) -> int:
         """Tokens of the prompt that the ticket of ``request`` is for, at most.
@@ -372,7 +466,7 @@ class ConsumerScheduler:
         ticket, so that it is given back.
         """
         if request.abort_immediately:
-            return self._max_model_len
+            return self._rules.max_model_len
         return int(request.num_prompt_tokens)
 
     def _knows_adapter(self, request: Any, tracked: Tracked) -> bool:
@@ -389,7 +483,9 @@ class ConsumerScheduler:
         if tracked.checked or tracked.ticket is None:
             return
         tracked.checked = True
-        tracked.problem = tracked.problem_of(request, self._has_states, self._num_lookahead)
+        tracked.problem = tracked.problem_of(
+            request, self._rules.has_states, self._rules.num_lookahead
+        )
         if tracked.problem is not None:
             tracked.mistaken = True
             self._counts["tickets_mistaken"] += 1

@@ -17,6 +17,25 @@ _REMEMBERED = 4096
 
 
 @dataclass(slots=True)
+class ClaimGrants:
+    """A request's own claim: its id, and the ranks that were granted it.
+
+    Attributes:
+        awaited: how many ranks must be granted it before it is promised.
+        granted: ranks that were, where the engine waits for that.
+    """
+
+    pull: str = ""
+    awaited: int = 0
+    granted: set[int] = field(default_factory=set)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its ticket may be promised."""
+        return len(self.granted) >= self.awaited
+
+
+@dataclass(slots=True)
 class Tracked:
     """A request with a ticket, from its arrival to its pull or its end.
 
@@ -24,9 +43,7 @@ class Tracked:
         follows: the ticket that a sibling pulls with, when there is no ticket of its own.
         blocks: the engine's blocks that the pull writes to, holes and all, by group.
         num_local: the local hit in tokens that the engine last asked with.
-        pull: the id of its own claim.
-        awaited: how many ranks must be granted it before it is promised.
-        granted: ranks that were granted it, where the engine waits for that.
+        claim: its own claim.
         mistaken: the ticket is good, and of another prompt: a chat template that asks the clock
             writes two prompts for prefill and decode.
         over: the request has left the engine, which keeps its blocks until the pull has ended.
@@ -43,9 +60,7 @@ class Tracked:
     mistaken: bool = False
     pulling: bool = False
     num_local: int = 0
-    pull: str = ""
-    awaited: int = 0
-    granted: set[int] = field(default_factory=set)
+    claim: ClaimGrants = field(default_factory=ClaimGrants)
     over: bool = False
     prefix: int = 0
 

@@ -1,0 +1,163 @@
+"""Tickets of what an engine lends: writing them, and which ones are lent.
+
+vLLM makes a request of each answer of a best-of-n request (``n > 1``), and shows the client
+the ticket of the child that finishes last.  Which one that is, and how many there are, the
+engine does not know.  So the first child that finishes is lent, and its siblings, which have
+the same prompt, return its ticket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.messages import Welcome
+from pdconn.protocol.ticket import Ticket, TicketCut, check_block_count, max_blocks_for, trimmed
+from pdconn.vllm.blocks.splits import UNSPLIT, Splits
+from pdconn.vllm.identity.greeting import is_proven
+from pdconn.vllm.lends.answers import BlockIds
+from pdconn.vllm.prompt import (
+    EMBEDDINGS,
+    has_embeddings,
+    num_computed,
+    parent_of,
+    prompt_digest,
+    shorten,
+)
+
+
+@dataclass(slots=True)
+class TicketWriter:
+    """Writes the tickets of one engine.
+
+    Attributes:
+        engine_id: the engine's name.
+        incarnation: this boot's name.
+        host, port: where its side channel is reached.
+        sizes: TP and PP size, for proxies that look.
+        has_states: whether the model keeps recurrent states.
+        num_lookahead: tokens at a prompt's end that decode computes, and prefill keeps windows for.
+        proof_of_adapter: what a ticket says of the adapter that a prompt was computed with.
+        splits: which blocks are described to peers; tickets list those.
+        is_proven: whether anything may be lent, by what peers are told of our KV.
+    """
+
+    engine_id: str
+    incarnation: str
+    host: str
+    port: int
+    sizes: tuple[int, int]
+    has_states: bool = False
+    num_lookahead: int = 1
+    proof_of_adapter: Callable[[Any], str] = lambda request: ""
+    splits: Splits = UNSPLIT
+    is_proven: bool = True
+    _shortened: dict[str, str] = field(default_factory=dict)
+
+    def begin_boot(self, welcome: Welcome, splits: Splits) -> None:
+        """What peers are told from now on; after a sleep that is another boot."""
+        self.incarnation, self.splits = welcome.incarnation, splits
+        self.is_proven = is_proven(welcome)
+
+    def leave_last_token(self, request: Any) -> None:
+        """Leave the last prompt token of a request that is to be lent to decode, if it must be.
+
+        A recurrent state that has seen that token already would see it twice.  The ticket names
+        the whole prompt.
+        """
+        if (
+            self.has_states
+            # A prompt of one token is of no use to decode, which asks for none of it.
+            and request.num_prompt_tokens > 1
+            # Embeddings are as many as tokens, and are not handed over.
+            and request.prompt_token_ids is not None
+            and not has_embeddings(request)
+            # A session goes on after its prompt.
+            and not request.resumable
+            # One that was preempted.
+            and request.request_id not in self._shortened
+            # Decode computes such a prompt itself.
+            and not request.skip_reading_prefix_cache
+        ):
+            self._shortened[request.request_id] = prompt_digest(request)
+            shorten(request, request.num_prompt_tokens - 1)
+
+    def forget_request(self, request_id: str) -> None:
+        """The request left the engine."""
+        self._shortened.pop(request_id, None)
+
+    def write(
+        self,
+        request: Any,
+        block_ids: BlockIds,
+        prefix: tuple[int, str] | None = None,
+        cuts: tuple[TicketCut, ...] = (),
+    ) -> Ticket:
+        """The ticket for a finished request: for all of it, or for ``prefix``, and its digest.
+
+        Raises:
+            TicketError: decode would refuse it.
+        """
+        if has_embeddings(request):
+            raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
+        blocks = tuple(trimmed(ids) for ids in self.splits.described(block_ids))
+        most = max_blocks_for(request.num_prompt_tokens if prefix is None else prefix[0])
+        check_block_count(sum(len(group.ids) for group in blocks), most)
+        if prefix is None:
+            whole = self._shortened.get(request.request_id) or prompt_digest(request)
+            prefix = num_computed(request), whole
+        return Ticket(
+            self.engine_id,
+            self.incarnation,
+            request.request_id,
+            self.host,
+            self.port,
+            *prefix,
+            blocks,
+            cuts,
+            self.proof_of_adapter(request),
+        )
+
+
+class LentTickets:
+    """Tickets that are lent, and those of them that the children of a request share."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, bytes] = {}
+        self._shared: dict[str, tuple[Ticket, float]] = {}
+
+    @property
+    def num_shared(self) -> int:
+        """Tickets that children share."""
+        return len(self._shared)
+
+    def find_shared(self, request_id: str, prompt: str, now: float) -> Ticket | None:
+        """The ticket of a sibling with the same prompt, unless it is too old to be shared."""
+        parent = parent_of(request_id)
+        if parent is None or parent not in self._shared:
+            return None
+        ticket, until = self._shared[parent]
+        return ticket if ticket.prompt == prompt and now < until else None
+
+    def share_ticket(self, ticket: Ticket, until: float) -> None:
+        """Siblings that finish before ``until`` share ``ticket``."""
+        parent = parent_of(ticket.request_id)
+        if parent is not None:
+            self._shared[parent] = ticket, until
+
+    def add_ticket(self, ticket: Ticket) -> None:
+        """It is lent."""
+        self._digests[ticket.request_id] = ticket.digest()
+
+    def is_lent(self, ticket: Ticket) -> bool:
+        """Whether exactly this ticket is lent: clients can change one."""
+        return self._digests.get(ticket.request_id) == ticket.digest()
+
+    def forget_ticket(self, request_id: str) -> None:
+        """The lease of ``request_id`` has ended."""
+        self._digests.pop(request_id, None)
+        parent = parent_of(request_id)
+        if parent in self._shared and self._shared[parent][0].request_id == request_id:
+            del self._shared[parent]
