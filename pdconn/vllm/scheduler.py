@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
-class Parts:
+class SchedulerParts:
     """The parts of one engine's half, in the order in which hooks are handed to them.
 
     Attributes:
@@ -113,7 +113,7 @@ class PdScheduler:
         self.parts = self._build_parts(vllm_config, incarnation)
         self.weights = WeightChanges(self._greeting, self.parts.every, self._serve)
 
-    def _build_parts(self, vllm_config: VllmConfig, incarnation: str) -> Parts:
+    def _build_parts(self, vllm_config: VllmConfig, incarnation: str) -> SchedulerParts:
         settings, config = self._settings, self._config
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         lending = pulling = storing = None
@@ -153,7 +153,7 @@ class PdScheduler:
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
         spans = None if pulling is None else PullSpans.of(vllm_config)
-        return Parts(lending=lending, pulling=pulling, storing=storing, spans=spans)
+        return SchedulerParts(lending=lending, pulling=pulling, storing=storing, spans=spans)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Take vLLM's ``KVCacheManager``, before any request.
@@ -220,7 +220,7 @@ class PdScheduler:
             part.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
-        """The answer of the first part that has one; see :class:`Parts` for their order."""
+        """The answer of the first part that has one, in the order of :class:`SchedulerParts`."""
         self._promised.pop(request.request_id, None)
         answer = NOTHING
         for part in self.parts.asked:

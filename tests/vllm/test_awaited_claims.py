@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
 
     from pdconn.vllm.metadata import PdWorkerReport
-    from pdconn.vllm.scheduler import Parts
+    from pdconn.vllm.scheduler import SchedulerParts
     from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 
 RANKS = 2
@@ -254,7 +254,7 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
 
     engine, asked = Asked(), request()
     storing: Any = Stored()
-    scheduler = half_of(Parts(pulling=engine.side, storing=storing))
+    scheduler = half_of(SchedulerParts(pulling=engine.side, storing=storing))
     engine.arrive(asked)
     assert scheduler.get_num_new_matched_tokens(asked, 0) == (None, False)
     assert not asked_of_store

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.lends.lending import Lending
     from pdconn.vllm.pulls.pulling import Pulling, PullRules
-    from pdconn.vllm.scheduler import Parts
+    from pdconn.vllm.scheduler import SchedulerParts
 
 
 def connector(role: str) -> Any:
@@ -29,7 +29,7 @@ def connector(role: str) -> Any:
     pulling = None if role == "prefill" else Pulling(rules)
     connector: Any = PdconnConnector.__new__(PdconnConnector)
     connector._worker = None
-    connector._scheduler = half_of(Parts(lending=lending, pulling=pulling))
+    connector._scheduler = half_of(SchedulerParts(lending=lending, pulling=pulling))
     return connector
 
 

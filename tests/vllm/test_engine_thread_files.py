@@ -80,7 +80,7 @@ class StoredEngine:
         found, ids = self._matched(request), self._blocks(request)
         with touches_nothing():
             allocated(self.store, request, ids, found)
-        stored, end = self.ranks.store._tracked[request.request_id], time.monotonic() + PATIENCE_S
+        stored, end = self.ranks.store._requests[request.request_id], time.monotonic() + PATIENCE_S
         is_known = False
         while not is_known:  # an adapter's files are looked at between two steps
             is_known = stored.known_extras is not None  # before the step, which saves only then
@@ -173,12 +173,12 @@ def test_reading_files_where_no_look_up_did_is_caught(
 ) -> None:
     """Negative control: as it was, files are read by who needs the keys."""
     scheduler = engine.ranks.store
-    arrives = scheduler.arrived
+    arrives = scheduler.on_new_request
 
     def arrived(*args: Any, reads_files: bool, **more: Any) -> None:
         arrives(*args, reads_files=False, **more)
 
-    monkeypatch.setattr(scheduler, "arrived", arrived)
+    monkeypatch.setattr(scheduler, "on_new_request", arrived)
     ask = engine.request(
         "first", prompt(3, 300), adapter(tmp_path / "adapter", 1.0), skip_reading_prefix_cache=True
     )

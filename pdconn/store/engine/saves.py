@@ -22,6 +22,9 @@ from dataclasses import dataclass
 
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
+from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows, StoreCommand
+from pdconn.store.engine.commits import SaveBatch
+from pdconn.store.engine.keeper import Keeper
 from pdconn.store.format.boundaries import Spacing, can_resume, pieces
 from pdconn.store.format.layout import StoreLayout, row_kind
 from pdconn.store.format.names import Chain, RowKind, RowName
@@ -123,3 +126,83 @@ def block_lists(
         stop = max((positions.stop for positions in wanted), default=0)
         lists.append(BlockList(first, tuple(ids[number][first:stop])))
     return tuple(lists)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Rows that are being saved, and blocks that are pinned until the ranks have read them."""
+
+    number: int
+    blocks: tuple[BlockList, ...]
+    rows: tuple[RowName, ...]
+
+
+class Saves:
+    """Saves of one engine.
+
+    Args:
+        layout: of whole rows.
+        spacing, blocks: where windows are saved, and which blocks rows are made of.
+        num_ranks: that read blocks.
+        keeper: commits rows.
+        commands: for the ranks; those of saves are added.
+    """
+
+    def __init__(
+        self,
+        layout: StoreLayout,
+        spacing: Spacing,
+        blocks: RowBlocks,
+        *,
+        num_ranks: int,
+        keeper: Keeper,
+        commands: list[StoreCommand],
+    ) -> None:
+        self._layout, self._spacing, self._blocks = layout, spacing, blocks
+        self._num_ranks, self._keeper, self._commands = num_ranks, keeper, commands
+        self._reading: dict[int, int] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Saves whose blocks some rank has not read yet."""
+        return len(self._reading)
+
+    def save_rows(
+        self,
+        saving: Saving,
+        after: int,
+        ids: Callable[[], tuple[list[int], ...]],
+        namespace: str,
+    ) -> Save | None:
+        """Save what ends at or before ``after``, as far as its blocks and room for it are there.
+
+        Args:
+            ids: gives the request's blocks by group, holes and all.
+            namespace: where rows are now.
+        """
+        wanted = self._keeper.is_wanted
+        names = rows_to_save(saving, self._layout, self._spacing, after, wanted)
+        if not names:
+            return None
+        by_group = ids()
+        names = [name for name in names if self._blocks.has_all(name, by_group)]
+        names = self._keeper.admitted(names)
+        if not names:
+            return None
+        self._number += 1
+        rows = tuple(SaveRow(name, f"{self._number}-{at}") for at, name in enumerate(names))
+        blocks = block_lists(self._blocks, names, by_group)
+        self._reading[self._number] = self._num_ranks
+        self._commands.append(SaveRows(self._number, blocks, rows))
+        self._keeper.add(SaveBatch(namespace, rows))
+        return Save(self._number, blocks, tuple(names))
+
+    def note_save(self, result: SaveResult | SaveFailed) -> int | None:
+        """A rank has answered; the number of a save all of whose blocks may be freed now."""
+        if isinstance(result, SaveFailed):
+            self._keeper.not_saved(result.part)
+        elif (left := self._reading.get(result.number, 0) - 1) > 0:
+            self._reading[result.number] = left
+        elif self._reading.pop(result.number, None) is not None:
+            return result.number
+        return None

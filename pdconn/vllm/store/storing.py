@@ -91,7 +91,7 @@ class SavePins:
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownRequest:
     """A request of the engine whose rows have keys.
 
     Attributes:
@@ -126,7 +126,7 @@ class Storing(SchedulerPart):
         self._namespace = ""
         self._splits = UNSPLIT
         self._states = StateGroups()
-        self._requests: dict[str, _Known] = {}
+        self._requests: dict[str, _KnownRequest] = {}
         self._pins = SavePins()
         self._gauges: dict[str, int] = {}
 
@@ -183,8 +183,8 @@ class Storing(SchedulerPart):
         """A request entered the engine."""
         if self._store is None or not has_keys(request):
             return
-        self._requests[request.request_id] = _Known(request)
-        self._store.arrived(
+        self._requests[request.request_id] = _KnownRequest(request)
+        self._store.on_new_request(
             request.request_id,
             request.all_token_ids,
             request.num_prompt_tokens,
@@ -201,9 +201,11 @@ class Storing(SchedulerPart):
         if self._store is None:
             return None
         name = request.request_id
-        found = self._store.matched(name, request.num_tokens, num_computed_tokens)
+        found = self._store.get_num_new_matched_tokens(
+            name, request.num_tokens, num_computed_tokens
+        )
         if self._states and found is not None:
-            end_pass_at(request, self._store.junction(name))
+            end_pass_at(request, self._store.junction_of(name))
         return None if found == 0 else (found, bool(found))
 
     def update_state_after_alloc(
@@ -219,15 +221,15 @@ class Storing(SchedulerPart):
             return
         name, count = request.request_id, num_external_tokens if is_promised else 0
         described = tuple(trimmed(group) for group in self._splits.described(blocks.ids))
-        if self._store.allocated(name, described, count):
+        if self._store.update_state_after_alloc(name, described, count):
             if self._events is not None:
-                self._events.serving(request, self._store.served(name))
+                self._events.serving(request, self._store.rows_loaded(name))
         elif count:  # what was promised is gone by now, and vLLM waits for it
-            self._store.fail(name)
+            self._store.loads.fail_load(name)
 
     def is_load_optional(self, request_id: str) -> bool:
         """Whether it loads what the request waits for; the request is computed if that fails."""
-        return self._store is not None and self._store.is_loading(request_id)
+        return self._store is not None and self._store.loads.is_loading(request_id)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -254,7 +256,7 @@ class Storing(SchedulerPart):
             before = known.request.num_computed_tokens
             passed = range(before, before + count)
             ids = partial(self._ids_of, state, known, passed)
-            saved = self._store.computed(request_id, passed.start, passed.stop, ids)
+            saved = self._store.save_pass(request_id, passed.start, passed.stop, ids)
             if saved is None:
                 continue
             self._pins.pin_blocks(saved.number, self._splits.of_engine(saved.blocks))
@@ -275,13 +277,13 @@ class Storing(SchedulerPart):
     def note_results(self, results: Sequence[StoreResult]) -> None:
         """Ranks have answered."""
         if self._store is not None:
-            for number in self._store.note(results):
+            for number in self._store.note_results(results):
                 self._pins.unpin_blocks(number)
 
     def end_load(self, request_id: str) -> None:
         """All ranks reported the request received, or failed."""
         if self._store is not None:
-            self._store.loaded(request_id)
+            self._store.loads.end_load(request_id)
 
     def skip_blocks(self, request_id: str, blocks: PartialBlocks) -> None:
         """A pull wrote only the end of these blocks, which are not saved."""
@@ -292,7 +294,7 @@ class Storing(SchedulerPart):
         """The request left the engine."""
         known = self._requests.pop(request.request_id, None)
         if known is not None and self._store is not None:
-            self._store.finished(request.request_id)
+            self._store.request_finished(request.request_id)
 
     # Resets and weights
 
@@ -300,7 +302,7 @@ class Storing(SchedulerPart):
         """The prefix cache is being reset: rows of before are neither saved nor loaded."""
         self._pins.unpin_all()
         if self._store is not None:
-            self._store.cleared(salted(self._namespace, secrets.token_hex(8)))
+            self._store.clear_rows(salted(self._namespace, secrets.token_hex(8)))
 
     def _note_reset(self, is_reset: bool) -> None:
         if self._events is not None:
@@ -351,7 +353,7 @@ class Storing(SchedulerPart):
             )
         return found.name
 
-    def _ids_of(self, state: Any, known: _Known, passed: range) -> tuple[list[int], ...]:
+    def _ids_of(self, state: Any, known: _KnownRequest, passed: range) -> tuple[list[int], ...]:
         """The request's blocks by group, as they are described; states at boundaries alone."""
         name = known.request.request_id
         blocks = TransferBlocks(self._kv_cache_config, state.get_block_ids(name))

@@ -9,7 +9,7 @@ from typing import Any
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from pdconn.vllm.blocks.transferred import TransferBlocks
-    from pdconn.vllm.scheduler import Parts, PdScheduler
+    from pdconn.vllm.scheduler import PdScheduler, SchedulerParts
     from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 
 
@@ -41,7 +41,7 @@ def finished(part: SchedulerPart, request: Any) -> None:
     part.request_finished(request, blocks_of(), 0)
 
 
-def half_of(parts: Parts) -> PdScheduler:
+def half_of(parts: SchedulerParts) -> PdScheduler:
     """The connector's half in the scheduler's process, of these parts and of no engine."""
     made = PdScheduler.__new__(PdScheduler)
     made.parts, made._promised, made._config, made._adapters = parts, {}, every_group(), None

@@ -259,7 +259,7 @@ def modules() -> str:
 def state_machines() -> str:
     """The diagrams at the head of the machines, with the sentences that explain them."""
     parts = []
-    for name in ("lease", "pull", "peer"):
+    for name in ("lease", "pull", "peer", "load"):
         path = ROOT / "pdconn/lifecycle" / f"{name}.py"
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         summary, diagram, meaning = re.split(r"\n\n::\n\n((?:    .*\n|\n)+)", docstring, maxsplit=1)

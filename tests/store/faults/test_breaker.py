@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdconn.lifecycle.load import FETCH_S, LOOKUP_S
 from pdconn.store.breaker import Breaker
-from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, LoadPatience
+from pdconn.store.engine.loads import LoadPatience
 
 
 def test_a_breaker_opens_at_a_failure_and_closes_at_a_success() -> None:
@@ -61,5 +62,5 @@ def test_one_request_waits_for_a_shelf_that_hangs(most_s: float) -> None:
     assert patience.is_over("c", 1.0, most_s, now + 1.0)
     assert patience.is_over("e", most_s + 0.1, most_s, now + most_s + 0.1)
     assert not patience.admits("g", now + most_s + 9.0), "the pause is longer"
-    patience.answered()
+    patience.note_answer()
     assert patience.admits("g", now + most_s + 9.0)

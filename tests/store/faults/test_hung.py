@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, LoadPatience
+from pdconn.lifecycle.load import FETCH_S, LOOKUP_S
+from pdconn.store.engine.loads import LoadPatience
 from pdconn.store.format.names import RowName
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
@@ -58,11 +59,11 @@ class Hung:
         """A request arrives: of the stored prompt, or of another."""
         tokens = self.stored if seed is None else prompt(seed, 300)
         store = self.engine.store
-        store.arrived(name, tokens, 300, lambda: (), may_load=True, reads_files=False)
+        store.on_new_request(name, tokens, 300, lambda: (), may_load=True, reads_files=False)
 
     def matched(self, name: str) -> int | None:
         self.engine.step()
-        return self.engine.store.matched(name, 300, 0)
+        return self.engine.store.get_num_new_matched_tokens(name, 300, 0)
 
     def until_known(self, name: str) -> int:
         end = time.monotonic() + PATIENCE_S
@@ -89,7 +90,7 @@ def test_a_shelf_that_hangs_costs_one_request_its_wait(hung: Hung) -> None:
         hung.ask(name, seed)
         assert hung.matched(name) is None
     began = time.monotonic()
-    while call == "read" and len(hung.engine.store._fetches) < 2:
+    while call == "read" and len(hung.engine.store.loads) < 2:
         assert hung.matched("first") is None
         assert hung.matched("second") is None
         assert time.monotonic() < began + PATIENCE_S

@@ -167,7 +167,7 @@ class FakeEngine:
         """Load what can be loaded, check it, compute the rest, save."""
         self._number += 1
         name = name or f"request-{self._number}"
-        self.store.arrived(
+        self.store.on_new_request(
             name, list(tokens), len(tokens), lambda: (), may_load=True, reads_files=False
         )
         found = self._ask(name, len(tokens), num_local, on_step)
@@ -176,15 +176,15 @@ class FakeEngine:
         for position in range(num_local):
             self._write(tokens, position, ids)
         wrong = 0
-        took = self.store.allocated(name, blocks, found)
+        took = self.store.update_state_after_alloc(name, blocks, found)
         assert took == bool(found)
         if found:
             self._until(lambda: self._reported.get(name, 0) == self.shape.tp, on_step)
-            self.store.loaded(name)
+            self.store.loads.end_load(name)
             wrong = self._wrong(tokens, num_local + found, ids)
         outcome = Outcome(found, len(tokens) - found - num_local, wrong)
         self._compute(name, tokens, num_local + found, ids, outcome)
-        self.store.finished(name)
+        self.store.request_finished(name)
         for group, held in enumerate(ids):
             for block in held:
                 self.refs[group, block] -= bool(block)
@@ -213,7 +213,7 @@ class FakeEngine:
                 self._reported[request] = self._reported.get(request, 0) + 1
             assert not rank.take_load_failures()
             results = rank.results()
-            for number in self.store.note(() if self.drops_results else results):
+            for number in self.store.note_results(() if self.drops_results else results):
                 self._unpin(self.pinned.pop(number))
 
     def _ask(self, name: str, num_tokens: int, num_local: int, on_step: Callable[[], None]) -> int:
@@ -221,7 +221,7 @@ class FakeEngine:
 
         def is_known() -> bool:
             nonlocal found
-            found = self.store.matched(name, num_tokens, num_local)
+            found = self.store.get_num_new_matched_tokens(name, num_tokens, num_local)
             return found is not None
 
         self._until(is_known, on_step)
@@ -243,7 +243,7 @@ class FakeEngine:
         while before < len(tokens):
             after = min(before + self.pass_tokens, len(tokens))
             self._free_windows(before, ids)
-            saved = self.store.computed(name, before, after, lambda: tuple(map(list, ids)))
+            saved = self.store.save_pass(name, before, after, lambda: tuple(map(list, ids)))
             if saved is not None:
                 self.pinned[saved.number] = saved.blocks
                 outcome.saves += 1

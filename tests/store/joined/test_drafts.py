@@ -34,16 +34,18 @@ def generate(
     """Answer a prompt with drafts, and save; ``told`` picks the tokens that the store is told."""
     known = list(asked)
     whole = [*asked, *answer]
-    made.store.arrived(
+    made.store.on_new_request(
         "drafted", told(known, whole), len(asked), lambda: (), may_load=False, reads_files=False
     )
     ids = made._allocate(len(whole) + 2 * DRAFTS + 2)
-    made.store.allocated("drafted", tuple(BlockList(0, tuple(group)) for group in ids), 0)
+    made.store.update_state_after_alloc(
+        "drafted", tuple(BlockList(0, tuple(group)) for group in ids), 0
+    )
     for position in range(len(asked) - 1):
         made._write(asked, position, ids)
     before, accepted = len(asked) - 1, 0
     while len(known) < len(whole):
-        saved = made.store.computed(
+        saved = made.store.save_pass(
             "drafted", before, before + 1 + DRAFTS, lambda: tuple(map(list, ids))
         )
         if saved is not None:
@@ -62,7 +64,7 @@ def generate(
         made._until(lambda: not made.pinned, lambda: None)  # read as this pass left them
         before, accepted = before + 1 + DRAFTS, right + 1
     made.settle()
-    made.store.finished("drafted")
+    made.store.request_finished("drafted")
 
 
 def wrong_bytes(told: Callable[[list[int], list[int]], list[int]]) -> tuple[int, int]:

@@ -16,7 +16,6 @@ import pytest
 
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import FetchResult, SaveResult
-from pdconn.store.engine.requests import LoadStage
 from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.settings import StoreSettings
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
@@ -95,20 +94,20 @@ def test_a_look_up_of_131_072_tokens_costs_the_engine_about_as_much_as_hashing_t
     def once(number: int) -> float:
         name, watch = f"request-{number}", Stopwatch()
         with watch:
-            store.arrived(name, PROMPT, TOKENS, lambda: (), may_load=True, reads_files=False)
-            assert store.matched(name, TOKENS + 1, 0) is None
-        lookup = store._tracked[name].lookup
+            store.on_new_request(name, PROMPT, TOKENS, lambda: (), may_load=True, reads_files=False)
+            assert store.get_num_new_matched_tokens(name, TOKENS + 1, 0) is None
+        lookup = store._requests[name].lookup
         assert lookup is not None
         assert lookup.done.wait(PATIENCE_S)
         with watch:
-            assert store.matched(name, TOKENS + 1, 0) is None
+            assert store.get_num_new_matched_tokens(name, TOKENS + 1, 0) is None
             (*_, fetch) = store.take_commands()
-            store.note([FetchResult(fetch.number)])  # type: ignore[union-attr]
-            assert store.matched(name, TOKENS + 1, 0) == TOKENS
-            assert store.allocated(name, blocks, TOKENS)
+            store.note_results([FetchResult(fetch.number)])  # type: ignore[union-attr]
+            assert store.get_num_new_matched_tokens(name, TOKENS + 1, 0) == TOKENS
+            assert store.update_state_after_alloc(name, blocks, TOKENS)
             store.take_commands()
-            store.loaded(name)
-            store.finished(name)
+            store.loads.end_load(name)
+            store.request_finished(name)
         return watch.us
 
     looked, reference = least(once), hashing_us()
@@ -124,18 +123,19 @@ def test_a_saved_row_costs_the_engine_a_few_times_what_hashing_its_tokens_costs(
     def once(number: int) -> float:
         nonlocal rows
         store, name, watch = engine(MemoryShelf).store, f"request-{number}", Stopwatch()
-        store.arrived(name, PROMPT, TOKENS, lambda: (), may_load=True, reads_files=False)
+        store.on_new_request(name, PROMPT, TOKENS, lambda: (), may_load=True, reads_files=False)
         chain = Chain(ROW_TOKENS).extended(PROMPT, TOKENS)
-        stored = store._tracked[name]
-        stored.saving.chain, stored.stage = chain, LoadStage.OVER  # as after a look-up
+        stored = store._requests[name]
+        stored.saving.chain = chain  # as after a look-up
+        stored.load.leave()
         stored.known_extras = ()
         rows = 0
         for before in range(0, TOKENS, PASS_TOKENS):
             with watch:
-                saved = store.computed(name, before, before + PASS_TOKENS, _ids)
+                saved = store.save_pass(name, before, before + PASS_TOKENS, _ids)
                 store.take_commands()
                 assert saved is not None
-                store.note([SaveResult(saved.number)])
+                store.note_results([SaveResult(saved.number)])
             rows += len(saved.rows)
         return watch.us
 
@@ -154,12 +154,14 @@ def test_a_prompt_that_was_pulled_is_hashed_elsewhere_and_not_saved_if_it_is_the
     def once(number: int, shelf: type[MemoryShelf]) -> tuple[float, int]:
         store, name, watch = engine(shelf).store, f"request-{number}", Stopwatch()
         with watch:
-            store.arrived(name, PROMPT, TOKENS + 1, lambda: (), may_load=True, reads_files=False)
-            assert store.computed(name, TOKENS, TOKENS + 1, _ids) is None
-        lookup = store._tracked[name].lookup
+            store.on_new_request(
+                name, PROMPT, TOKENS + 1, lambda: (), may_load=True, reads_files=False
+            )
+            assert store.save_pass(name, TOKENS, TOKENS + 1, _ids) is None
+        lookup = store._requests[name].lookup
         assert lookup is not None
         assert lookup.done.wait(PATIENCE_S)
-        saved = store.computed(name, TOKENS + 1, TOKENS + 2, _ids)
+        saved = store.save_pass(name, TOKENS + 1, TOKENS + 2, _ids)
         rows = saved.rows if saved else ()
         return watch.us, sum(name.kind is RowKind.FA for name in rows)
 

@@ -142,12 +142,12 @@ def test_a_request_that_leaves_while_its_rows_are_fetched_leaves_nothing_behind(
     try:
         store.run(tokens)
         store.settle()
-        store.store.arrived(
+        store.store.on_new_request(
             "gone", tokens, len(tokens), lambda: (), may_load=True, reads_files=False
         )
-        while not store.store.has_fetches():
-            store.store.matched("gone", len(tokens), 0)
-        store.store.finished("gone")
+        while not len(store.store.loads):
+            store.store.get_num_new_matched_tokens("gone", len(tokens), 0)
+        store.store.request_finished("gone")
         store.settle()
         again = store.run(tokens)
         assert (again.loaded, again.wrong) == (256, 0)

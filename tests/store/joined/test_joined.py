@@ -144,7 +144,7 @@ def test_after_a_reset_nothing_saved_before_is_loaded() -> None:
         tokens = prompt(10, 300)
         store.run(tokens)
         store.settle()
-        store.store.cleared("other")
+        store.store.clear_rows("other")
         assert store.run(tokens).loaded == 0
         store.settle()
         again = store.run(tokens)

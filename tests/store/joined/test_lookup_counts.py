@@ -14,12 +14,14 @@ from tests.store.joined.test_joined import SETTINGS, engine, prompt
 
 def pulled(made: FakeEngine, tokens: list[int]) -> None:
     """A prompt that comes from a peer: the store is not asked for it, and saves it."""
-    made.store.arrived("pulled", tokens, len(tokens), lambda: (), may_load=True, reads_files=False)
+    made.store.on_new_request(
+        "pulled", tokens, len(tokens), lambda: (), may_load=True, reads_files=False
+    )
     ids = made._allocate(len(tokens))
     for position in range(len(tokens)):
         made._write(tokens, position, ids)
-    made.store.computed("pulled", len(tokens) - 1, len(tokens), lambda: tuple(map(list, ids)))
-    made.store.finished("pulled")
+    made.store.save_pass("pulled", len(tokens) - 1, len(tokens), lambda: tuple(map(list, ids)))
+    made.store.request_finished("pulled")
 
 
 def test_a_pulled_prompt_is_hashed_and_no_look_up_that_misses() -> None:
@@ -66,7 +68,7 @@ def test_a_shelf_that_does_not_answer_is_counted() -> None:
             now[0] += 1.0
 
         tokens = prompt(4, 300)
-        made.store.arrived(
+        made.store.on_new_request(
             "waits", tokens, len(tokens), lambda: (), may_load=True, reads_files=False
         )
         assert made._ask("waits", len(tokens), 0, later) == 0

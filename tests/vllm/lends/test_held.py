@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.cache.lagging import complete_windows
     from pdconn.vllm.config import read_settings
     from pdconn.vllm.lends.lending import Lending
-    from pdconn.vllm.scheduler import Parts
+    from pdconn.vllm.scheduler import SchedulerParts
     from tests.fakes.simulated.hooks import half_of
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
 
@@ -37,7 +37,7 @@ def holder(
     lending = Lending(settings, "h", "boot", (1, 1), block_tokens=BLOCK)
     lending.prefixes.bind_kv_cache_manager(cache.manager)
     complete_windows(cache.manager, pulled_until)
-    return half_of(Parts(lending=lending)), cache
+    return half_of(SchedulerParts(lending=lending)), cache
 
 
 def asked(made: Any, cache: SimCache, num_tokens: int) -> tuple[Any, int]:

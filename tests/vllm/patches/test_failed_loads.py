@@ -228,7 +228,7 @@ def test_a_load_that_fails_on_a_rank_is_computed(
     assert str(ranks.of(name)[-1].finish_reason) == "length"
     assert ranks.computed[name] == [0], "every token is computed"
     assert sum(len(one.new_token_ids) for one in ranks.of(name)) == 8
-    assert not store.store.has_fetches()
+    assert not len(store.store.loads)
     assert cached(ranks) == PROMPT - 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.engine.requests import Save
+from pdconn.store.engine.saves import Save
 from pdconn.store.settings import StoreSettings
 from tests.vllm.store.configured import TRAITS, config, layout, proven
 
@@ -56,9 +56,9 @@ class Scheduler:
         self.holes = 0
         self.cleared_to: list[str] = []
 
-    def arrived(self, *args: Any, **more: Any) -> None: ...
+    def on_new_request(self, *args: Any, **more: Any) -> None: ...
 
-    def computed(self, request: str, before: int, after: int, ids: Any) -> Save:
+    def save_pass(self, request: str, before: int, after: int, ids: Any) -> Save:
         described = {1: (1, 2, 0, 5), 2: (2, 3, 4, 5, 0, 0, 10, 11)}[self.parts]
         described = (0,) * self.holes + described[self.holes :]
         assert ids() == (list(described),)
@@ -68,13 +68,13 @@ class Scheduler:
     def take_commands(self) -> list[Any]:
         return []
 
-    def note(self, results: list[int]) -> list[int]:
+    def note_results(self, results: list[int]) -> list[int]:
         return results
 
-    def cleared(self, namespace: str) -> None:
+    def clear_rows(self, namespace: str) -> None:
         self.cleared_to.append(namespace)
 
-    def finished(self, request: str) -> None: ...
+    def request_finished(self, request: str) -> None: ...
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.fakes.memory_shelf import MemoryRows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    from pdconn.vllm.store import engine as engine_module
+    from pdconn.vllm.store import storing as storing_module
     from pdconn.vllm.store.events import event_groups
     from pdconn.vllm.store.states import StateGroups
     from pdconn.vllm.store.storing import Storing
@@ -193,7 +193,7 @@ def test_where_two_prompts_part_a_third_resumes() -> None:
 
 def test_without_a_pass_that_ends_there_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(engine_module, "end_pass_at", lambda request, junction: None)
+    monkeypatch.setattr(storing_module, "end_pass_at", lambda request, junction: None)
     assert of_three_prompts() == [(0, 0), (0, 0), (0, 0)]
 
 

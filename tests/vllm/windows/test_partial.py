@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.pulls.pulling import Pulling, PullRules
     from pdconn.vllm.pulls.tracked import Tracked
-    from pdconn.vllm.scheduler import Parts
-    from pdconn.vllm.store.storing import Storing, _Known
+    from pdconn.vllm.scheduler import SchedulerParts
+    from pdconn.vllm.store.storing import Storing, _KnownRequest
     from tests.fakes.simulated.hooks import half_of
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows import memory as sim_memory
@@ -107,9 +107,9 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
         for each in (name, "aborted")
     }
     storing = Storing(StoreSettings("root", 1 << 20), None, "writer", None)
-    storing._requests[name] = known = _Known(request)
+    storing._requests[name] = known = _KnownRequest(request)
     report = PdWorkerReport(partial={name: {1: 4}, "aborted": {1: 2}})
-    half_of(Parts(pulling=pulling, storing=storing)).update_connector_output(
+    half_of(SchedulerParts(pulling=pulling, storing=storing)).update_connector_output(
         KVConnectorOutput(kv_connector_worker_meta=report, finished_recving={name})
     )
     cache.manager.cache_blocks(request, 499)

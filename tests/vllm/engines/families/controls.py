@@ -18,7 +18,7 @@ from pdconn.vllm.blocks import transferred
 from pdconn.vllm.connector import PdconnConnector
 from pdconn.vllm.metadata import PdMetadata
 from pdconn.vllm.pulls import tracked
-from pdconn.vllm.scheduler import Parts
+from pdconn.vllm.scheduler import SchedulerParts
 from tests.vllm.engines.store.stores import breaks
 from transport import Spans
 
@@ -28,7 +28,7 @@ class WholePrompt(PdconnConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        parts = Parts() if self._scheduler is None else self._scheduler.parts
+        parts = SchedulerParts() if self._scheduler is None else self._scheduler.parts
         if parts.lending is not None:
             parts.lending.tickets.has_states = False
         if parts.pulling is not None:

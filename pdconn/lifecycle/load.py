@@ -1,0 +1,244 @@
+"""A load: one try to bring stored rows into a request's blocks, from look-up to report.
+
+::
+
+    NEW ──asked──► LOOKING ──found──► FOUND ──placed──► FETCHING ──fetched──► FETCHED ──taken─┐
+     │ │              │                 │                  │                    │             ▼
+     │ │             left              left               left                 left        LOADING
+     │ │              │                 │                  ▼                    │             │
+     │ │              │                 │               DRAINING ──fetched──┐   │          reported
+     │ │              │                 │                                   ▼   ▼             │
+     │ └────left──────┴─────────────────┴─────────────────────────────────► OVER ◄────────────┤
+     └──awaited──► FAILING ──reported─────────────────────────────────────────────────────────┘
+
+*Asked*: the engine asks what it need not compute, and the rows of its prompt are looked up.
+*Placed*: there is room for them in the ranks' staging areas; ranks read and verify them there.
+*Fetched*: every rank has answered.  Only now is the engine promised anything, so that neither an
+eviction nor damage can fail a request.  *Taken*: the request has blocks for what was promised.
+*Left*: the request is computed, or looked up anew, by another load: too little was found, rows
+were missing or damaged, it waited too long, the cache was reset, or it has left the engine.
+
+A read cannot be cancelled, so a load that is left while ranks read is DRAINING, and keeps its room
+until they have answered.  *Awaited*: what a load has promised is gone when there are blocks, as
+after a reset in between, and the engine waits for a report: it gets a failure.
+
+Pure: time is an argument, effects are returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+Row = TypeVar("Row", bound=Hashable)
+
+LOOKUP_S = 5.0
+"""How long a request waits for its look-up, and for room in the staging areas."""
+
+FETCH_S = 10.0
+"""How long a request waits for its rows; then it is computed."""
+
+
+class LoadState(StrEnum):
+    """Where a load stands."""
+
+    NEW = "new"
+    LOOKING = "looking"
+    FOUND = "found"
+    FETCHING = "fetching"
+    FETCHED = "fetched"
+    LOADING = "loading"
+    DRAINING = "draining"
+    FAILING = "failing"
+    OVER = "over"
+
+
+TRANSITIONS: dict[tuple[LoadState, str], LoadState] = {
+    (LoadState.NEW, "asked"): LoadState.LOOKING,
+    (LoadState.NEW, "left"): LoadState.OVER,
+    (LoadState.NEW, "awaited"): LoadState.FAILING,
+    (LoadState.LOOKING, "found"): LoadState.FOUND,
+    (LoadState.LOOKING, "left"): LoadState.OVER,
+    (LoadState.FOUND, "placed"): LoadState.FETCHING,
+    (LoadState.FOUND, "left"): LoadState.OVER,
+    (LoadState.FETCHING, "fetched"): LoadState.FETCHED,
+    (LoadState.FETCHING, "left"): LoadState.DRAINING,
+    (LoadState.FETCHED, "taken"): LoadState.LOADING,
+    (LoadState.FETCHED, "left"): LoadState.OVER,
+    (LoadState.DRAINING, "fetched"): LoadState.OVER,
+    (LoadState.LOADING, "reported"): LoadState.OVER,
+    (LoadState.FAILING, "reported"): LoadState.OVER,
+}
+"""All transitions of a load; any other event leaves the state as it is."""
+
+_MOST_S = {
+    LoadState.LOOKING: LOOKUP_S,
+    LoadState.FOUND: LOOKUP_S,
+    LoadState.FETCHING: FETCH_S,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DropRows:
+    """Ranks need not read the rest of the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeRoom:
+    """No rank reads into the load's room any more: it may be another's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRows:
+    """Copy the rows of these tokens to the request's blocks, and report it received."""
+
+    tokens: range
+
+
+@dataclass(frozen=True, slots=True)
+class FailRequest:
+    """Report the request as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredInTime:
+    """Every rank has answered while the request waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistrustRows(Generic[Row]):
+    """These rows are not what was saved, or are gone: they are not to be found again."""
+
+    missing: frozenset[Row]
+    damaged: frozenset[Row]
+
+
+Effect = DropRows | FreeRoom | CopyRows | FailRequest | AnsweredInTime | DistrustRows[Row]
+
+
+class StoreLoad(Generic[Row]):
+    """One request's load.
+
+    Attributes:
+        state: where it stands.
+        number: names its room, once it is placed.
+        rows: what was found.
+        boundary: tokens of the prompt up to which ``rows`` reach.
+        held: tokens that the engine held when they were looked up; ``rows`` begin there.
+    """
+
+    __slots__ = (
+        "_damaged", "_left", "_local", "_missing", "_since",
+        "boundary", "held", "number", "rows", "state",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.state = LoadState.NEW
+        self.number = self.boundary = self.held = 0
+        self.rows: tuple[Row, ...] = ()
+        self._left = 0
+        self._local: int | None = None
+        self._missing: set[Row] = set()
+        self._damaged: set[Row] = set()
+        self._since = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request gets nothing of it (any more)."""
+        return self.state in (LoadState.OVER, LoadState.DRAINING)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether its rows are not on their way yet."""
+        return self.state in (LoadState.LOOKING, LoadState.FOUND)
+
+    def waited_s(self, now: float) -> float:
+        """How long the request has waited for the present step."""
+        return now - self._since
+
+    @property
+    def most_s(self) -> float:
+        """How long it may."""
+        return _MOST_S[self.state]
+
+    def ask(self, now: float) -> None:
+        """The engine asks for the first time: the request's rows are being looked up."""
+        self._enter("asked")
+        self._since = now
+
+    def found(self, boundary: int, held: int, rows: tuple[Row, ...]) -> None:
+        """The look-up found ``rows``, which reach from ``held`` tokens to ``boundary``."""
+        if self._enter("found"):
+            self.boundary, self.held, self.rows = boundary, held, rows
+
+    def place(self, number: int, num_ranks: int, now: float) -> None:
+        """There is room: so many ranks fetch the rows."""
+        if self._enter("placed"):
+            self.number, self._left, self._since = number, num_ranks, now
+
+    def answered(self, missing: Iterable[Row], damaged: Iterable[Row]) -> list[Effect[Row]]:
+        """A rank has read and verified its share, or could not."""
+        self._missing.update(missing)
+        self._damaged.update(damaged)
+        self._left -= 1
+        if self._left:
+            return []
+        effects: list[Effect[Row]] = []
+        if self.state is LoadState.FETCHING:
+            effects.append(AnsweredInTime())
+        if self._missing or self._damaged:
+            missing_only = frozenset(self._missing - self._damaged)
+            effects.append(DistrustRows(missing_only, frozenset(self._damaged)))
+        if self._enter("fetched") is LoadState.OVER:
+            effects.append(FreeRoom())
+        return effects
+
+    def offer(self, num_local: int) -> int | None:
+        """Tokens that it brings behind ``num_local``, which the engine holds now.
+
+        None if it brings nothing: rows are missing or damaged, or the engine has lost blocks that
+        it held when they were looked up.
+        """
+        if self.state is not LoadState.FETCHED:
+            return None
+        if self._missing or self._damaged or num_local < self.held:
+            return None
+        self._local = num_local
+        return self.boundary - num_local
+
+    def take(self, num_external: int) -> list[Effect[Row]]:
+        """The request has blocks; ``num_external`` tokens of them are this load's to bring.
+
+        Without :class:`CopyRows` it brings nothing: that is not what it has offered last.
+        """
+        if self.state not in (LoadState.FETCHING, LoadState.FETCHED):
+            return []  # a look-up goes on: what it finds out of the prompt is of use to saves
+        is_offered = self._local is not None and self._local + num_external == self.boundary
+        if not num_external or not is_offered or not self._enter("taken"):
+            return self.leave()
+        assert self._local is not None
+        return [CopyRows(range(self._local, self.boundary))]
+
+    def fail(self) -> list[Effect[Row]]:
+        """What another load of the request has promised is gone, and the engine waits for it."""
+        return [FailRequest()] if self._enter("awaited") else []
+
+    def leave(self) -> list[Effect[Row]]:
+        """The request goes on without it."""
+        was = self.state
+        if not self._enter("left") or was not in (LoadState.FETCHING, LoadState.FETCHED):
+            return []
+        return [DropRows()] if was is LoadState.FETCHING else [DropRows(), FreeRoom()]
+
+    def reported(self) -> list[Effect[Row]]:
+        """Every rank has reported the request, received or failed."""
+        was = self.state
+        return [FreeRoom()] if self._enter("reported") and was is LoadState.LOADING else []
+
+    def _enter(self, event: str) -> LoadState | None:
+        entered = TRANSITIONS.get((self.state, event))
+        if entered is not None:
+            self.state = entered
+        return entered

@@ -1,0 +1,310 @@
+"""Laws of a load, whatever order its events come in: ``python -m pytest tests/lifecycle``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pdconn.lifecycle.load import (
+    FETCH_S,
+    LOOKUP_S,
+    TRANSITIONS,
+    AnsweredInTime,
+    CopyRows,
+    DistrustRows,
+    DropRows,
+    Effect,
+    FailRequest,
+    FreeRoom,
+    LoadState,
+    StoreLoad,
+)
+
+ROWS = ("a", "b", "c")
+HELD, BOUNDARY, RANKS = 16, 64, 2
+
+
+def fetching(num_ranks: int = RANKS, now: float = 0.0) -> StoreLoad[str]:
+    load = StoreLoad[str]()
+    load.ask(now)
+    load.found(BOUNDARY, HELD, ROWS)
+    load.place(7, num_ranks, now)
+    return load
+
+
+def fetched() -> StoreLoad[str]:
+    load = fetching(1)
+    assert load.answered((), ()) == [AnsweredInTime()]
+    return load
+
+
+def test_what_every_rank_has_verified_is_offered_taken_and_its_room_freed_once() -> None:
+    load = fetching()
+    assert load.answered((), ()) == []
+    assert load.offer(HELD) is None, "a rank is still reading"
+    assert load.answered((), ()) == [AnsweredInTime()]
+    assert load.offer(HELD) == BOUNDARY - HELD
+    assert load.take(BOUNDARY - HELD) == [CopyRows(range(HELD, BOUNDARY))]
+    assert load.leave() == [], "what the engine waits for ends by its report"
+    assert load.reported() == [FreeRoom()]
+    assert (load.state, load.reported()) == (LoadState.OVER, [])
+
+
+@pytest.mark.parametrize(("missing", "damaged"), [(("a",), ()), ((), ("b",)), (("a", "b"), ("b",))])
+def test_rows_that_are_not_what_was_saved_are_not_offered(
+    missing: tuple[str, ...], damaged: tuple[str, ...]
+) -> None:
+    load = fetching()
+    load.answered(missing, damaged)
+    told = DistrustRows(frozenset(missing) - set(damaged), frozenset(damaged))
+    assert load.answered((), ()) == [AnsweredInTime(), told]
+    assert load.offer(HELD) is None
+    assert load.take(BOUNDARY - HELD) == [DropRows(), FreeRoom()]
+
+
+@pytest.mark.parametrize(("num_local", "offered"), [(0, None), (15, None), (16, 48), (40, 24)])
+def test_rows_reach_from_what_was_held_to_the_boundary(num_local: int, offered: int | None) -> None:
+    assert fetched().offer(num_local) == offered
+
+
+@pytest.mark.parametrize("num_external", [0, 47, 49])
+def test_what_was_not_offered_is_not_taken(num_external: int) -> None:
+    load = fetched()
+    assert load.offer(HELD) == 48
+    assert load.take(num_external) == [DropRows(), FreeRoom()]
+    assert load.is_over
+
+
+def test_a_load_that_is_left_while_ranks_read_keeps_its_room_until_they_have_answered() -> None:
+    load = fetching()
+    assert load.leave() == [DropRows()]
+    assert load.is_over
+    assert load.answered((), ()) == []
+    assert load.answered((), ()) == [FreeRoom()], "and nobody waited for the shelf"
+
+
+def test_a_look_up_goes_on_when_its_request_gets_blocks() -> None:
+    """Its keys are those of the rows that are saved."""
+    load = StoreLoad[str]()
+    load.ask(0.0)
+    assert load.take(0) == []
+    assert load.is_looking
+
+
+def test_what_was_promised_and_is_gone_is_reported_failed() -> None:
+    failing = StoreLoad[str]()
+    assert failing.fail() == [FailRequest()]
+    assert failing.fail() == []
+    assert failing.reported() == []
+    assert failing.state is LoadState.OVER
+
+
+def test_each_step_has_its_own_patience() -> None:
+    load = StoreLoad[str]()
+    load.ask(1.0)
+    assert (load.waited_s(3.0), load.most_s) == (2.0, LOOKUP_S)
+    load.found(BOUNDARY, HELD, ROWS)
+    assert (load.waited_s(4.0), load.most_s) == (3.0, LOOKUP_S), "with the wait for room"
+    load.place(1, RANKS, 5.0)
+    assert (load.waited_s(6.0), load.most_s) == (1.0, FETCH_S)
+
+
+# Every order of events
+
+
+class FreesWhileRead(StoreLoad[str]):
+    """Frees its room when it is left, though ranks still read into it."""
+
+    def leave(self) -> list[Effect[str]]:
+        effects = super().leave()
+        return [*effects, FreeRoom()] if effects == [DropRows()] else effects
+
+
+class OffersDamaged(StoreLoad[str]):
+    """Takes every answer of a rank for a good one."""
+
+    def answered(self, missing: object, damaged: object) -> list[Effect[str]]:
+        return super().answered((), ())
+
+
+class TakesAnything(StoreLoad[str]):
+    """Brings what it was asked for, whatever it has offered."""
+
+    def take(self, num_external: int) -> list[Effect[str]]:
+        self._local = self.boundary - num_external
+        return super().take(num_external)
+
+
+class ForgetsItsRoom(StoreLoad[str]):
+    """Keeps its room when it has been reported."""
+
+    def reported(self) -> list[Effect[str]]:
+        super().reported()
+        return []
+
+
+@dataclass
+class Room:
+    """The world of one load: its room, ranks that read, and what the engine was told."""
+
+    left: int = 0
+    is_taken: bool = False
+    is_spoiled: bool = False
+    offered: int | None = None
+    copies: list[range] = field(default_factory=list)
+
+
+class LoadMachine(RuleBasedStateMachine):
+    """Asks, finds, places, answers, offers, takes, leaves and reports in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = Room()
+        self.load = StoreLoad[str]()
+
+    def perform(self, effects: list[Effect[str]]) -> None:
+        world = self.world
+        for effect in effects:
+            if isinstance(effect, FreeRoom):
+                assert world.is_taken, "freed twice, or without room"
+                assert not world.left, "freed while a rank reads into it"
+                world.is_taken = False
+            elif isinstance(effect, CopyRows):
+                assert not world.is_spoiled, "rows that were not verified"
+                assert world.offered == len(effect.tokens), "what was not promised"
+                assert effect.tokens.stop == BOUNDARY
+                world.copies.append(effect.tokens)
+
+    @precondition(lambda self: not self.load.is_over)
+    @rule(steps=st.integers(1, 8), missing=st.sampled_from([(), (), ("a",)]))
+    def go_on(self, steps: int, missing: tuple[str, ...]) -> None:
+        """What comes next where nothing comes between."""
+        for _ in range(steps):
+            self.step(missing)
+
+    def step(self, missing: tuple[str, ...]) -> None:
+        match self.load.state:
+            case LoadState.NEW:
+                self.ask()
+            case LoadState.LOOKING:
+                self.found()
+            case LoadState.FOUND:
+                self.place()
+            case LoadState.FETCHING:
+                self.answer(missing, ())
+            case LoadState.FETCHED if self.world.offered is None:
+                self.offer(HELD)
+            case LoadState.FETCHED:
+                self.take(0, as_offered=True)
+            case LoadState.LOADING:
+                self.report()
+
+    @precondition(lambda self: self.load.state is LoadState.NEW)
+    @rule()
+    def ask(self) -> None:
+        self.load.ask(0.0)
+
+    @precondition(lambda self: self.load.state is LoadState.LOOKING)
+    @rule()
+    def found(self) -> None:
+        self.load.found(BOUNDARY, HELD, ROWS)
+
+    @precondition(lambda self: self.load.state is LoadState.FOUND)
+    @rule()
+    def place(self) -> None:
+        self.load.place(1, RANKS, 0.0)
+        self.world.left, self.world.is_taken = RANKS, True
+
+    @precondition(lambda self: self.world.left)
+    @rule(missing=st.sampled_from([(), ("a",)]), damaged=st.sampled_from([(), ("b",)]))
+    def answer(self, missing: tuple[str, ...], damaged: tuple[str, ...]) -> None:
+        self.world.left -= 1
+        self.world.is_spoiled = self.world.is_spoiled or bool(missing or damaged)
+        self.perform(self.load.answered(missing, damaged))
+
+    @precondition(lambda self: self.world.is_taken)
+    @rule(num_local=st.integers(0, BOUNDARY + 8))
+    def offer(self, num_local: int) -> None:
+        offered = self.load.offer(num_local)
+        if offered is not None:
+            assert num_local >= HELD, "blocks that it held are gone"
+            self.world.offered = offered
+
+    @precondition(lambda self: self.world.is_taken)
+    @rule(num_external=st.one_of(st.just(0), st.integers(1, BOUNDARY)), as_offered=st.booleans())
+    def take(self, num_external: int, as_offered: bool) -> None:
+        offered = self.world.offered or 0
+        self.perform(self.load.take(max(0, offered) if as_offered else num_external))
+
+    @precondition(lambda self: not self.load.is_over)
+    @rule()
+    def leave(self) -> None:
+        self.perform(self.load.leave())
+
+    @precondition(lambda self: self.load.state is LoadState.NEW)
+    @rule()
+    def fail(self) -> None:
+        self.perform(self.load.fail())
+
+    @rule()
+    def report(self) -> None:
+        self.perform(self.load.reported())
+
+    @invariant()
+    def brings_rows_once(self) -> None:
+        assert len(self.world.copies) <= 1
+
+    def teardown(self) -> None:
+        """Whatever came: once ranks have answered and the request is reported, nothing is left."""
+        self.perform(self.load.leave())
+        while self.world.left:
+            self.world.left -= 1
+            self.perform(self.load.answered((), ()))
+        self.perform(self.load.reported())
+        assert self.load.is_over
+        assert not self.world.is_taken, "room that is nobody's"
+
+
+RUNS = settings(max_examples=100, stateful_step_count=16, deadline=None)
+UNTIL_ONE_FAILS = settings(RUNS, max_examples=1000, derandomize=True, phases=[Phase.generate])
+
+
+def test_a_load_brings_what_was_promised_and_verified_and_leaves_nothing() -> None:
+    run_state_machine_as_test(LoadMachine, settings=RUNS)
+
+
+@pytest.mark.parametrize("broken", [FreesWhileRead, OffersDamaged, TakesAnything, ForgetsItsRoom])
+def test_those_laws_notice_a_machine_that_breaks_them(broken: type[StoreLoad[str]]) -> None:
+    class BrokenMachine(LoadMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.load = broken()
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(BrokenMachine, settings=UNTIL_ONE_FAILS)
+
+
+def test_every_state_is_reached_and_ends() -> None:
+    """OVER from anywhere, by some events."""
+    reached, frontier = {LoadState.NEW}, [LoadState.NEW]
+    while frontier:
+        state = frontier.pop()
+        for (before, _), after in TRANSITIONS.items():
+            if before is state and after not in reached:
+                reached.add(after)
+                frontier.append(after)
+    assert reached == set(LoadState)
+    ends = {LoadState.OVER}
+    for _ in LoadState:
+        ends |= {before for (before, _), after in TRANSITIONS.items() if after in ends}
+    assert ends == set(LoadState)
