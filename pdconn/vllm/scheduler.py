@@ -181,7 +181,7 @@ class PdScheduler:
         # unpinned by then, or lending would find blocks that others use, and keep what it lends.
         for part in self.parts.every:
             part.bind_gpu_block_pool(pool)
-        self.weights.bind_gpu_block_pool(pool)
+        self.weights.watch_pool(pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, handshakes: dict[tuple[int, int], PdHandshake]
@@ -215,7 +215,7 @@ class PdScheduler:
     def on_new_request(self, request: Request) -> None:
         """A request entered the engine: its ticket is claimed, and what is no longer lent freed."""
         if self._adapters is not None:
-            self._adapters.arrived(request)
+            self._adapters.read_adapter_of(request)
         for part in self.parts.every:
             part.on_new_request(request)
 

@@ -25,18 +25,18 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def bind_gpu_block_pool(self, block_pool: Any) -> None:
+    def use_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 
-    def begin(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         """A rank's read can still write to these blocks.  Call it before the engine frees them."""
         blocks = [self._pool.blocks[block] for block in block_ids]
         self._pool.touch(blocks)
         self._held.setdefault(request_id, []).append(blocks)
         log.warning("pdconn: blocks quarantined: request=%s blocks=%d", request_id, len(blocks))
 
-    def end(self, request_id: str) -> None:
+    def end_read(self, request_id: str) -> None:
         """A rank's read has settled.  The blocks go back to the pool after the last rank's."""
         self._ended[request_id] = self._ended.get(request_id, 0) + 1
         if self._ended[request_id] < len(self._held[request_id]):

@@ -123,8 +123,8 @@ class AdapterReader:
         self._known: OrderedDict[tuple[str, str], Adapter] = OrderedDict()
         self._thread: threading.Thread | None = None
 
-    def arrived(self, request: Any) -> None:
-        """A request entered the engine."""
+    def read_adapter_of(self, request: Any) -> None:
+        """A request entered the engine: have the files of its adapter read."""
         lora = request.lora_request
         if lora is None or _key(lora) in self._since:
             return

@@ -31,7 +31,7 @@ class WeightChanges:
     ) -> None:
         self._greeting, self._parts, self._serve = greeting, parts, serve
 
-    def bind_gpu_block_pool(self, block_pool: Any) -> None:
+    def watch_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to see when nothing is kept of what was computed before."""
         watch_resets(block_pool, after=self._was_reset)
 

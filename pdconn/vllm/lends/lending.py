@@ -125,14 +125,14 @@ class Lending(SchedulerPart):
         """Take vLLM's ``KVCacheManager``, and let it keep what decode's last token attends to."""
         changed = keep_window_of_last_token(manager, self.tickets.num_lookahead)
         log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
-        self.prefixes.bind_kv_cache_manager(manager)
+        self.prefixes.use_manager(manager)
         if self.answers is not None:
             self.answers.manager = manager
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in, and take them back before it is reset."""
-        self.pins.bind_gpu_block_pool(block_pool)
-        self.prefixes.bind_gpu_block_pool(block_pool)
+        self.pins.use_pool(block_pool)
+        self.prefixes.use_pool(block_pool)
         watch_resets(block_pool, before=self.take_back)
 
     def serve(self, welcome: Welcome, splits: Splits = UNSPLIT) -> None:
@@ -241,7 +241,7 @@ class Lending(SchedulerPart):
             log.warning("pdconn: not lent, it has a lease already: request=%s", name)
             return None
         try:
-            ticket = self.tickets.write(request, block_ids, self.prefixes.prefix_of(name))
+            ticket = self.tickets.write_ticket(request, block_ids, self.prefixes.prefix_of(name))
         except TicketError as error:  # decode would refuse it, and it would be lent in vain
             log.warning("pdconn: not lent: %s request=%s", error, shown(name))
             return None
@@ -272,7 +272,7 @@ class Lending(SchedulerPart):
         cuts = tuple(map(TicketCut, answer.cuts, digests))
         try:
             prefix = answer.num_tokens, whole
-            ticket = self.tickets.write(request, answer.blocks, prefix, cuts)
+            ticket = self.tickets.write_ticket(request, answer.blocks, prefix, cuts)
         except TicketError as error:
             log.warning("pdconn: not lent back: %s request=%s", error, shown(name))
             return None
@@ -295,7 +295,7 @@ class Lending(SchedulerPart):
 
     # Leases
 
-    def give_way(self, num_blocks: int) -> None:
+    def make_room(self, num_blocks: int) -> None:
         """A request that could not be admitted lacks blocks: what is lent gives way, see pins."""
         self._end_leases(self.pins.give_way(num_blocks))
         unclaimed_s = self._settings.kv_lease_duration * UNCLAIMED

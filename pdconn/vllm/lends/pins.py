@@ -86,7 +86,7 @@ class LeasePins:
         """Blocks of leases that may give way; one that several leases pin counts for each."""
         return sum(len(self._blocks[name]) for kind in self._shares for name in self._lent[kind])
 
-    def bind_gpu_block_pool(self, block_pool: Any) -> None:
+    def use_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 

@@ -71,11 +71,11 @@ class PrefixLends:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lends
 
-    def bind_kv_cache_manager(self, manager: Any) -> None:
+    def use_manager(self, manager: Any) -> None:
         """Take vLLM's ``KVCacheManager``, to see what every group holds."""
         self._manager = manager
 
-    def bind_gpu_block_pool(self, block_pool: Any) -> None:
+    def use_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 

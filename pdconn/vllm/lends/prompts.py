@@ -40,7 +40,7 @@ class PromptShare:
         """Whether a prompt waits for its share."""
         return bool(self._held_back)
 
-    def may_begin(
+    def may_begin_prompt(
         self, request_id: str, num_blocks: int, *, num_lent: int, num_gpu_blocks: int
     ) -> bool:
         """Whether a prompt of ``num_blocks`` may be given blocks now.
@@ -60,12 +60,12 @@ class PromptShare:
         self._held_back.pop(request_id, None)
         return True
 
-    def began(self, request_id: str, num_blocks: int) -> None:
+    def begin_prompt(self, request_id: str, num_blocks: int) -> None:
         """A prompt of ``num_blocks`` that is to be lent got blocks."""
         self._held_back.pop(request_id, None)
         self._computing[request_id] = num_blocks
 
-    def ended(self, request_id: str) -> None:
+    def end_prompt(self, request_id: str) -> None:
         """A request left the engine; what it lends counts as lent."""
         self._held_back.pop(request_id, None)
         self._computing.pop(request_id, None)

@@ -88,7 +88,7 @@ class TicketWriter:
         """The request left the engine."""
         self._shortened.pop(request_id, None)
 
-    def write(
+    def write_ticket(
         self,
         request: Any,
         block_ids: BlockIds,

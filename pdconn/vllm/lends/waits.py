@@ -93,7 +93,7 @@ class BlockWaits(SchedulerPart):
             return False
         if self._clock() - self._handed_over_at > DECODES_S:
             return False
-        return not self._prompts.may_begin(
+        return not self._prompts.may_begin_prompt(
             request.request_id,
             blocks_for(self._manager, request.num_prompt_tokens),
             num_lent=self._lending.pins.num_blocks,
@@ -121,7 +121,7 @@ class BlockWaits(SchedulerPart):
         if num_external_tokens:
             self._loading.add(name)
         if self._is_to_be_lent(request) and self._manager is not None:
-            self._prompts.began(name, blocks_for(self._manager, request.num_prompt_tokens))
+            self._prompts.begin_prompt(name, blocks_for(self._manager, request.num_prompt_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads have ended: their requests are given further blocks, or asked for again."""
@@ -136,7 +136,7 @@ class BlockWaits(SchedulerPart):
         self._loading.discard(name)
         self._loaded.discard(name)
         self._asked.pop(name, None)
-        self._prompts.ended(name)
+        self._prompts.end_prompt(name)
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
         """A step was scheduled: what waits for blocks now makes claims give way, in time."""
@@ -155,7 +155,7 @@ class BlockWaits(SchedulerPart):
             self._giving_way = None
             return
         self._giving_way = self._giving_way or _Rounds(self._pulling)
-        self._giving_way.give_way(now - first)
+        self._giving_way.drop_due_claims(now - first)
 
     def _lenders_give_way(self, num_scheduled: int) -> None:
         """What we lend gives way to the request that could not be admitted, if that helps."""
@@ -165,7 +165,7 @@ class BlockWaits(SchedulerPart):
         needed = blocks_for(self._manager, max(self._asked.values(), default=0))
         lacking = max(1, needed - free)
         if not (num_scheduled or self._loading) or lacking <= self._lending.pins.num_yielding:
-            self._lending.give_way(lacking)
+            self._lending.make_room(lacking)
 
     def _is_to_be_lent(self, request: Any) -> bool:
         params = request.kv_transfer_params
@@ -179,16 +179,16 @@ class _Rounds:
     def __init__(self, pulling: Pulling) -> None:
         self._pulling = pulling
         self._next = 1
-        self._most = len(pulling.waiting(prefixes=False))
+        self._most = len(pulling.waiting_claims(prefixes=False))
 
-    def give_way(self, seconds: float) -> None:
+    def drop_due_claims(self, seconds: float) -> None:
         """It has been time for claims to give way for ``seconds``."""
         # What a prefix saves is least, and others may have come since.
-        self._pulling.give_way(self._pulling.waiting(prefixes=True))
+        self._pulling.drop_claims(self._pulling.waiting_claims(prefixes=True))
         while seconds >= self._next * ROUND_S:
             keeps = self._most >> self._next
             self._next += 1
-            self._pulling.give_way(self._pulling.waiting(prefixes=False)[keeps:])
+            self._pulling.drop_claims(self._pulling.waiting_claims(prefixes=False)[keeps:])
 
 
 def _since(since: float, now: float, holds: bool) -> float:

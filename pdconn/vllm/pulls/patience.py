@@ -78,16 +78,16 @@ class PrefixPatience:
             bound_s = min(bound_s, PULLS * median(self._pull) * tokens)
         return max(LEAST_S, bound_s)
 
-    def awaits(self, request_id: str, tokens: int) -> None:
+    def note_claim(self, request_id: str, tokens: int) -> None:
         """The claim of a request for a prefix of so many tokens is not answered yet."""
         self._awaiting.setdefault(request_id, _Wait(tokens, self._clock()))
 
-    def misses(self, request: Any, tokens: int) -> None:
+    def note_missing(self, request: Any, tokens: int) -> None:
         """A request can be admitted, and so many of its tokens are neither held nor pulled."""
         self._awaiting.pop(request.request_id, None)
         self._missing[request.request_id] = _Prompt(request, tokens)
 
-    def allocated(self, request_id: str, pulled: int) -> None:
+    def note_blocks(self, request_id: str, pulled: int) -> None:
         """A request got blocks; ``pulled`` tokens of them are a prefix's, or 0."""
         now = self._clock()
         self._awaiting.pop(request_id, None)
@@ -98,13 +98,13 @@ class PrefixPatience:
             prompt.since = now
             self._computing[request_id] = prompt
 
-    def received(self, request_id: str, *, failed: bool) -> None:
+    def note_pull(self, request_id: str, *, failed: bool) -> None:
         """A pull has ended."""
         wait = self._pulling.pop(request_id, None)
         if wait is not None and not failed and wait.tokens >= LEAST_TOKENS:
             self._pull.append((self._clock() - wait.since) / wait.tokens)
 
-    def finished(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """A request left the engine."""
         self._learn()
         self._awaiting.pop(request_id, None)

@@ -28,7 +28,7 @@ class PulledBlocks:
         self._manager: Any = None
         self._answers: AnswerWindows | None = None
 
-    def bind_kv_cache_manager(self, manager: Any, pulled_until: Callable[[Any], int]) -> None:
+    def use_manager(self, manager: Any, pulled_until: Callable[[Any], int]) -> None:
         """Take vLLM's ``KVCacheManager``.
 
         Args:

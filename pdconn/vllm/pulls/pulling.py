@@ -152,11 +152,11 @@ class Pulling(SchedulerPart):
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take vLLM's ``KVCacheManager``."""
-        self._pulled.bind_kv_cache_manager(manager, self.pulled_until)
+        self._pulled.use_manager(manager, self.pulled_until)
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin quarantined blocks in."""
-        self._pulled.quarantine.bind_gpu_block_pool(block_pool)
+        self._pulled.quarantine.use_pool(block_pool)
 
     def set_xfer_handshake_metadata(self, greeting: Greeting, splits: Splits) -> None:
         """Every worker is registered."""
@@ -243,9 +243,9 @@ class Pulling(SchedulerPart):
         """How many tokens after the local hit can be pulled, if any."""
         name, (count, is_async) = request.request_id, self._match(request, num_computed_tokens)
         if count is not None:
-            self._patience.misses(request, request.num_tokens - num_computed_tokens - count)
+            self._patience.note_missing(request, request.num_tokens - num_computed_tokens - count)
         elif prefix := self.prefix_of(name):
-            self._patience.awaits(name, prefix)
+            self._patience.note_claim(name, prefix)
         return (count, is_async) if count != 0 else None
 
     def _match(self, request: Any, num_local: int) -> Matched:
@@ -318,7 +318,7 @@ class Pulling(SchedulerPart):
     ) -> None:
         """The request got blocks: read into them, or give the claim up."""
         name, count = request.request_id, num_external_tokens if is_promised else 0
-        self._patience.allocated(name, count if self.prefix_of(name) else 0)
+        self._patience.note_blocks(name, count if self.prefix_of(name) else 0)
         tracked = self._tracked.get(name)
         if tracked is None or tracked.pulling:
             return
@@ -330,7 +330,7 @@ class Pulling(SchedulerPart):
                 self._fail(name, tracked)
             return
         tracked.pulling = True
-        self._pulling.begin(key_of(tracked.ticket), tracked.parent)
+        self._pulling.begin_pull(key_of(tracked.ticket), tracked.parent)
         tracked.blocks, local = blocks.ids, tracked.num_local
         starts = (local,) * len(tracked.blocks)
         if self.supports_divergent_local_hybrid_hits:  # groups hold different parts of the hit
@@ -359,7 +359,7 @@ class Pulling(SchedulerPart):
         received = connector_output.finished_recving or ()
         for request_id in received:
             failed = request_id in connector_output.failed_recving
-            self._patience.received(request_id, failed=failed)
+            self._patience.note_pull(request_id, failed=failed)
         if isinstance(report, PdWorkerReport):
             self.note_claims(report.claims)
             self._note_blocks(report)
@@ -369,9 +369,9 @@ class Pulling(SchedulerPart):
     def _note_blocks(self, report: PdWorkerReport) -> None:
         quarantine = self._pulled.quarantine
         for request_id in report.quarantined:
-            quarantine.begin(request_id, self.blocks_of(request_id))
+            quarantine.keep_blocks(request_id, self.blocks_of(request_id))
         for request_id in report.released:
-            quarantine.end(request_id)
+            quarantine.end_read(request_id)
         for request_id, blocks in report.partial.items():
             if not self.is_over(request_id):
                 self._pulled.mark_partial(request_id, blocks)
@@ -380,12 +380,12 @@ class Pulling(SchedulerPart):
         """The workers reported the pull, received or failed."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
-            self._pulling.end(tracked.ticket)
+            self._pulling.end_pull(tracked.ticket)
 
     def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
         """The request left the engine: finished, aborted, or rejected at its arrival."""
         self._pulled.keep_answer(request, num_computed)
-        self._patience.finished(request.request_id)
+        self._patience.forget_request(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -398,7 +398,7 @@ class Pulling(SchedulerPart):
 
     # Pulls that end early
 
-    def waiting(self, *, prefixes: bool) -> list[str]:
+    def waiting_claims(self, *, prefixes: bool) -> list[str]:
         """Requests that hold a claim, or ask for one, and have no blocks; oldest first."""
         waiting = {name: one.prefix for name, one in self._tracked.items() if one.is_waiting}
         return [name for name, prefix in waiting.items() if bool(prefix) == prefixes]
@@ -423,7 +423,7 @@ class Pulling(SchedulerPart):
             elif tracked.problem is None:
                 self._lost(request_id, "its lender did not answer in time")
 
-    def give_way(self, requests: Iterable[str]) -> None:
+    def drop_claims(self, requests: Iterable[str]) -> None:
         """End the claims of these waiting requests, which go on without their tickets."""
         for name in requests:
             self._counts["tickets_gave_way"] += 1

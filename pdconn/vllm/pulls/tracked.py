@@ -106,7 +106,7 @@ class StartedPulls:
     def __contains__(self, key: object) -> bool:
         return key in self._under_way
 
-    def begin(self, key: tuple[str, str], parent: str | None) -> None:
+    def begin_pull(self, key: tuple[str, str], parent: str | None) -> None:
         """Siblings that come from now on may find the lease consumed."""
         self._under_way[key] = self._under_way.get(key, 0) + 1
         if parent is not None:
@@ -114,7 +114,7 @@ class StartedPulls:
             while len(self._begun) > _REMEMBERED:
                 self._begun.popitem(last=False)
 
-    def end(self, ticket: Ticket | None) -> None:
+    def end_pull(self, ticket: Ticket | None) -> None:
         """A pull was reported; without a ticket there was none."""
         if ticket is not None and (left := self._under_way.pop(key_of(ticket), 1) - 1) > 0:
             self._under_way[key_of(ticket)] = left

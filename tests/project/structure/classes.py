@@ -11,6 +11,14 @@ from pathlib import Path
 _PYTHONS = {"close"}
 """Methods of Python's own interfaces: ``contextlib.closing``."""
 
+_VLLMS = {
+    "bind_gpu_block_pool", "bind_kv_cache_manager", "build_connector_meta",
+    "get_external_cache_hit_sources", "get_num_new_matched_tokens", "has_pending_push_work",
+    "on_new_request", "request_finished", "shutdown", "take_events", "update_connector_output",
+    "update_state_after_alloc",
+}  # fmt: skip
+"""vLLM's hooks of a connector in the scheduler's process, which our parts have by its names."""
+
 
 @dataclass(frozen=True)
 class ClassShape:
@@ -40,11 +48,12 @@ def shared_names(classes: Sequence[ClassShape], others: int = 2) -> Mapping[str,
     """Public methods whose name ``others`` unrelated classes have as well: name -> the classes.
 
     Classes of one interface count once: those that derive from one class, or that have every
-    method of one Protocol that names the method.  ``close`` is Python's own interface.
+    method of one Protocol that names the method.  ``close`` is Python's own interface, and
+    connectors' hooks are vLLM's.
     """
     owners: defaultdict[str, list[ClassShape]] = defaultdict(list)
     for each in classes:
-        for method in each.methods - _PYTHONS:
+        for method in each.methods - _PYTHONS - _VLLMS:
             owners[method].append(each)
     by_name = {each.place.partition(":")[2]: each for each in classes}
     protocols = [each for each in classes if "Protocol" in each.bases and each.methods]

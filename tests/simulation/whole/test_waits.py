@@ -72,7 +72,7 @@ def test_none_waits_twice_as_long_as_where_engines_have_one_role(seed: int) -> N
 
 def unyielding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request keeps its claim until it has blocks."""
-    monkeypatch.setattr(Pulling, "give_way", lambda self, requests: None)
+    monkeypatch.setattr(Pulling, "drop_claims", lambda self, requests: None)
 
 
 def greedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def ticket(adapter: str) -> Ticket:
 
 def test_nothing_waits_for_files_and_what_was_read_is_known() -> None:
     disk, asked = Disk(a="digest"), request()
-    disk.reader.arrived(asked)
+    disk.reader.read_adapter_of(asked)
     assert disk.reader.adapter_of(asked) == Adapter(None, is_read=False)
     with pytest.raises(TicketError, match=r"pdconn\.adapter: expected one whose files are known"):
         disk.reader.proof_of(asked)
@@ -83,7 +83,7 @@ def test_nothing_waits_for_files_and_what_was_read_is_known() -> None:
 
 def test_a_file_system_that_does_not_answer_costs_an_adapter_and_no_more() -> None:
     disk, asked = Disk(a="digest"), request()
-    disk.reader.arrived(asked)
+    disk.reader.read_adapter_of(asked)
     disk.now += PATIENCE_S
     assert not disk.reader.adapter_of(asked).is_read
     disk.now += 0.1
@@ -95,10 +95,10 @@ def test_a_file_system_that_does_not_answer_costs_an_adapter_and_no_more() -> No
 def test_each_request_has_its_adapter_looked_at_again() -> None:
     """By then its files may have changed under the engine, which is not known then."""
     disk = Disk(a="digest")
-    disk.reader.arrived(request())
+    disk.reader.read_adapter_of(request())
     disk.settle(request())
     disk.files["a"] = None
-    disk.reader.arrived(request())
+    disk.reader.read_adapter_of(request())
     assert disk.reader.adapter_of(request()) == Adapter("digest"), "what was loaded"
     disk.allow()
     found = until(lambda: disk.reader.adapter_of(request()), lambda found: found.digest is None)
@@ -146,7 +146,7 @@ def consumer(disk: Disk | None, recompute: bool = False) -> Pulling:
 def arrives(side: Pulling, disk: Disk | None, asked: Any, of: Ticket) -> None:
     asked.kv_transfer_params = of.to_params(1, 1)
     if disk is not None:
-        disk.reader.arrived(asked)
+        disk.reader.read_adapter_of(asked)
     side.on_new_request(asked)
 
 

@@ -26,18 +26,18 @@ def taught(clock: Clock, compute_s: float, pull_s: float | None = None) -> Prefi
     patience = PrefixPatience(clock)
     for number in range(5):
         prompt = SimpleNamespace(request_id=f"c{number}", num_output_tokens=0)
-        patience.misses(prompt, 1000)
-        patience.allocated(prompt.request_id, 0)
+        patience.note_missing(prompt, 1000)
+        patience.note_blocks(prompt.request_id, 0)
         clock.now += 1000 * compute_s
         prompt.num_output_tokens = 1
         assert patience.overdue() == []
         clock.now += 77.0  # of decoding
-        patience.finished(prompt.request_id)
+        patience.forget_request(prompt.request_id)
         if pull_s is not None:
-            patience.allocated(f"p{number}", 1000)
+            patience.note_blocks(f"p{number}", 1000)
             clock.now += 1000 * pull_s
-            patience.received(f"p{number}", failed=False)
-            patience.finished(f"p{number}")
+            patience.note_pull(f"p{number}", failed=False)
+            patience.forget_request(f"p{number}")
     assert len(patience) == 0
     return patience
 
@@ -53,18 +53,18 @@ def test_the_bound_is_a_multiple_of_the_pull_and_at_most_computing(clock: Clock)
 def test_one_slow_pull_or_one_that_failed_teaches_little(clock: Clock) -> None:
     patience = taught(clock, 0.01, 0.0005)
     for name, failed in (("slow", False), ("failed", True)):
-        patience.allocated(name, 1000)
+        patience.note_blocks(name, 1000)
         clock.now += 100.0
-        patience.received(name, failed=failed)
+        patience.note_pull(name, failed=failed)
     assert abs(patience.bound_s(1000) - PULLS * 0.5) < 1e-6
 
 
 def test_what_is_overdue_is_named_once_claim_or_pull(clock: Clock) -> None:
     patience = taught(clock, 0.01, 0.0005)
-    patience.awaits("claim", 1000)
-    patience.allocated("pull", 1000)
+    patience.note_claim("claim", 1000)
+    patience.note_blocks("pull", 1000)
     clock.now += PULLS * 0.5 - 0.01
-    patience.awaits("claim", 1000)
+    patience.note_claim("claim", 1000)
     assert patience.overdue() == []
     clock.now += 0.02
     assert patience.overdue() == ["claim", "pull"]

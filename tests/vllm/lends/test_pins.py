@@ -45,7 +45,7 @@ def test_of_forty_prefixes_that_are_asked_for_and_left_few_stay_lent(
 
 def test_prefixes_are_few_however_short(pool: Pool) -> None:
     pins = LeasePins({LeaseKind.PREFIX: LentShare(0.5, 3)})
-    pins.bind_gpu_block_pool(pool)
+    pins.use_pool(pool)
     ended = [pins.pin(f"p{number}", [[1]], LeaseKind.PREFIX, 0.0) for number in range(5)]
     assert ended == [[], [], [], ["p0"], ["p1"]]
     assert pins.num_blocks == 1
@@ -71,7 +71,7 @@ def test_what_was_lent_first_gives_way_to_a_request_that_is_not_admitted(
     for number in range(4):
         borrow(lending, f"p{number}", 2 * number + 1, 2 * number + 2)
     hand_over(lending, "r", 15)
-    lending.give_way(3)
+    lending.make_room(3)
     settle_down(lending)
     assert pool.pinned() == [5, 6, 7, 8, 15]
 
@@ -80,12 +80,12 @@ def test_a_prompt_that_nobody_claims_gives_way_in_the_end(
     lending: Lending, pool: Pool, clock: Clock, lease_s: float
 ) -> None:
     hand_over(lending, "r", 1, 2)
-    lending.give_way(1)
+    lending.make_room(1)
     settle_down(lending)
     assert pool.pinned() == [1, 2], "its reader may be on the way"
     clock.now += lease_s / 2
     hand_over(lending, "later", 3)
-    lending.give_way(1)
+    lending.make_room(1)
     settle(lending, pool, 1.0)
     assert pool.pinned() == [3]
 
@@ -102,9 +102,9 @@ def settle_down(lending: Lending) -> None:
 
 
 def may_begin(share: PromptShare, name: str, num_blocks: int, num_lent: int = 0) -> bool:
-    may = share.may_begin(name, num_blocks, num_lent=num_lent, num_gpu_blocks=100)
+    may = share.may_begin_prompt(name, num_blocks, num_lent=num_lent, num_gpu_blocks=100)
     if may:
-        share.began(name, num_blocks)
+        share.begin_prompt(name, num_blocks)
     return may
 
 
@@ -113,13 +113,13 @@ def test_prompts_begin_within_the_share_and_in_their_order() -> None:
     assert may_begin(share, "a", 30)
     assert not may_begin(share, "long", 40)
     assert not may_begin(share, "short", 5), "it came later"
-    share.ended("a")
+    share.end_prompt("a")
     assert not may_begin(share, "long", 40, num_lent=30)
     assert may_begin(share, "long", 40, num_lent=10)
     assert not may_begin(share, "short", 5, num_lent=10)
     assert may_begin(share, "short", 5, num_lent=0)
     for name in ("long", "short"):
-        share.ended(name)
+        share.end_prompt(name)
     assert len(share) == 0
 
 
@@ -133,6 +133,6 @@ def test_one_that_was_preempted_goes_on_and_one_that_left_holds_up_nobody() -> N
     assert may_begin(share, "a", 50)
     assert not may_begin(share, "left", 50)
     assert may_begin(share, "a", 50, num_lent=99)
-    share.ended("left")
-    share.ended("a")
+    share.end_prompt("left")
+    share.end_prompt("a")
     assert may_begin(share, "b", 50)

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.store import storing as storing_module
     from pdconn.vllm.store.events import event_groups
     from pdconn.vllm.store.states import StateGroups
-    from pdconn.vllm.store.storing import Storing
+    from pdconn.vllm.store.storing import SavePins
     from tests.vllm.store.state_rig import BLOCK, StateEngine, StateShape
 
 LENGTHS = (5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 4 * BLOCK, 5 * BLOCK + 3, 9 * BLOCK, 200)
@@ -159,7 +159,7 @@ def test_states_are_pinned_until_they_are_copied() -> None:
 
 def test_states_that_are_not_pinned_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(Storing, "_pin", lambda self, saved: None)
+    monkeypatch.setattr(SavePins, "pin_blocks", lambda self, number, ids: None)
     assert every_boundary()[0] > 0
 
 
