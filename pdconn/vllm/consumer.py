@@ -47,6 +47,7 @@ from pdconn.puller.peers import PeerKey
 from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.identity.adapters import AdapterReader
+from pdconn.vllm.patches.request_writes import ask_of_wrong_params
 from pdconn.vllm.prompt import parent_of
 from pdconn.vllm.tracked import StartedPulls, Tracked, key_of
 from transport.errors import shown
@@ -161,8 +162,8 @@ class ConsumerScheduler:
         except TicketError as error:
             self._tracked[request.request_id] = Tracked(None, str(error), parent)
             log.warning("pdconn: ticket of %s is wrong: %s", shown(request.request_id), error)
-            if not isinstance(params, dict):  # vLLM asks it next, and we ask it later
-                request.kv_transfer_params = {"do_remote_prefill": True}
+            if not isinstance(params, dict):
+                ask_of_wrong_params(request)
             return
         awaited = self._num_ranks if self._is_awaiting else 0
         self._track(request, Tracked(ticket, None, parent, awaited=awaited), ticket)

@@ -57,14 +57,13 @@ from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.lends.shared_tickets import SharedTickets
 from pdconn.vllm.memory.card import kv_card, why_unreachable
 from pdconn.vllm.patches.cache_resets import watch_resets
+from pdconn.vllm.patches.request_writes import num_computed, shorten
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
     has_embeddings,
-    num_computed,
     parent_of,
     prefix_digests,
     prompt_digest,
-    shorten,
 )
 from transport.errors import shown
 

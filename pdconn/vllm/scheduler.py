@@ -24,13 +24,9 @@ from vllm.v1.request import RequestStatus
 from pdconn.protocol.messages import Described
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
+from pdconn.vllm.blocks.partial import PartialBlocks
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.blocks.states import without_scratch
-from pdconn.vllm.cache.answers import AnswerWindows
-from pdconn.vllm.cache.lagging import complete_windows, held_tokens
-from pdconn.vllm.cache.partial import PartialBlocks, never_cache
-from pdconn.vllm.cache.quarantine import Quarantine
-from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.identity.adapters import AdapterReader
@@ -39,13 +35,18 @@ from pdconn.vllm.identity.greeting import Greeting
 from pdconn.vllm.lends.lendable import answer_of
 from pdconn.vllm.lends.patience import PrefixPatience
 from pdconn.vllm.lends.waits import BlockWaits
+from pdconn.vllm.memory.quarantine import Quarantine
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.deferred_frees import defer_frees
 from pdconn.vllm.patches.failed_loads import recompute_failed_loads
-from pdconn.vllm.patches.leans import check_leans
-from pdconn.vllm.plugin import ShutdownSignal, drain_s
+from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
+from pdconn.vllm.patches.pool.kept_windows import keep_window_of_last_token
+from pdconn.vllm.patches.pool.local_hits import agreed_tokens, complete_windows, held_tokens
+from pdconn.vllm.patches.pool.uncached_blocks import never_cache
+from pdconn.vllm.patches.request_writes import drop_wrong_params, num_computed
+from pdconn.vllm.patches.self_test import SelfTest
+from pdconn.vllm.patches.stop_signal import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler
-from pdconn.vllm.prompt import drop_wrong_params, num_computed
 from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.store.engine import EngineStore
@@ -91,6 +92,7 @@ class PdScheduler:
         self._shutdown = ShutdownSignal()
         self._spans = PullSpans.of(vllm_config)
         self._manager: KVCacheManager | None = None
+        self._self_test = SelfTest(None)
         self._answers: AnswerWindows | None = None
         self.completes_hits = may_lag(kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
@@ -138,11 +140,10 @@ class PdScheduler:
         """Let prefill keep what decode's last token attends to, and decode hits of its own.
 
         Raises:
-            ConfigError: this vLLM would let us fill blocks that a step still writes, or works in
-                another way than those that were tested.
+            ConfigError: this vLLM would let us fill blocks that a step still writes.
         """
-        check_leans(manager)
         self._manager = manager
+        self._self_test = SelfTest(manager)
         if self._consumer is not None or self._store is not None:
             defer_frees()
             recompute_failed_loads(self._is_load_optional)
@@ -166,7 +167,12 @@ class PdScheduler:
         self.weights.bind(pool)
 
     def registered(self, handshakes: dict[tuple[int, int], PdHandshake]) -> None:
-        """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
+        """Every worker is registered, anew if the engine has slept: say what our KV looks like.
+
+        Raises:
+            ConfigError: this vLLM works in another way than those that were tested.
+        """
+        self._self_test.run_once(self._answers)
         if not self._greeting.registered(handshakes):
             return
         ranks = [rank.references for rank in self._greeting.welcome.ranks]
@@ -252,7 +258,7 @@ class PdScheduler:
         """
         if self._manager is None or not self.completes_hits:
             return num_local
-        agreed = self._manager.get_computed_blocks(request)[1]
+        agreed = agreed_tokens(self._manager, request)
         return min(num_local, agreed - agreed % self._block_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:

@@ -24,7 +24,9 @@ from typing import Any
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.prefix import lend_of
-from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest, shorten
+from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
+from pdconn.vllm.patches.request_writes import answer_one_token, shorten
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class _Lend:
     def let_go(self, pool: Any) -> None:
         """Unpin what was found, which is lent no more."""
         if self.pins:
-            pool.free_blocks(reversed(self.pins))
+            unpin_blocks(pool, self.pins)
         self.held, self.blocks, self.pins = 0, (), []
 
 
@@ -78,7 +80,7 @@ class PrefixLends:
             return False
         if num_tokens is None:
             return False
-        request.max_tokens = 1
+        answer_one_token(request)
         self._lends[request.request_id] = _Lend(num_tokens, prefix_digest(request, num_tokens))
         return True
 
@@ -110,8 +112,7 @@ class PrefixLends:
         if lend is None or lend.held < lend.num_tokens or lend.pins:
             return
         lend.blocks = blocks
-        lend.pins = [pool.blocks[block] for ids in blocks for block in ids if block]
-        pool.touch(lend.pins)
+        lend.pins = pin_blocks(pool, (block for ids in blocks for block in ids if block))
 
     def blocks_of(self, request_id: str) -> tuple[list[int], ...]:
         """Blocks of the prefix that a request asks for; empty for others."""

@@ -23,13 +23,15 @@ from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.settings import StoreSettings
+from pdconn.vllm.blocks.partial import PartialBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
-from pdconn.vllm.cache.partial import PartialBlocks
 from pdconn.vllm.patches.cache_resets import watch_resets
+from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
+from pdconn.vllm.patches.pool.state_blocks import end_pass_at
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
-from pdconn.vllm.store.states import StateGroups, end_pass_at
+from pdconn.vllm.store.states import StateGroups
 from registration.references import KVCacheReferences
 from transport.errors import shown
 
@@ -279,8 +281,7 @@ class EngineStore:
         self._states = StateGroups.of(config)
 
     def _pin(self, saved: Save) -> None:
-        blocks = [self._pool.blocks[block] for block in self._splits.of_engine(saved.blocks)]
-        self._pool.touch(blocks)
+        blocks = pin_blocks(self._pool, self._splits.of_engine(saved.blocks))
         self._pinned[saved.number] = blocks
         self._num_pinned += len(blocks)
 
@@ -288,4 +289,4 @@ class EngineStore:
         blocks = self._pinned.pop(number, None)
         if blocks is not None:
             self._num_pinned -= len(blocks)
-            self._pool.free_blocks(reversed(blocks))
+            unpin_blocks(self._pool, blocks)

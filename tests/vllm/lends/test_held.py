@@ -13,8 +13,8 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
     from pdconn.vllm.blocks.kinds import may_lag
-    from pdconn.vllm.cache.lagging import complete_windows
     from pdconn.vllm.config import read_settings
+    from pdconn.vllm.patches.pool.local_hits import complete_windows
     from pdconn.vllm.producer import ProducerScheduler
     from pdconn.vllm.scheduler import PdScheduler
     from pdconn.vllm.tracing.pulls import PullSpans

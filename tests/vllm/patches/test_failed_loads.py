@@ -15,11 +15,11 @@ from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import AbandonPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.results import NO_RESULTS, ClaimOutcome, FailedPull, PullResults
 from pdconn.store.rank.copies import HostCopies
-from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS
 from tests.vllm.patches.vllm_scheduler import (

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pdconn.protocol.ticket import parse_ticket
+from pdconn.vllm.patches.request_writes import drop_wrong_params
 from pdconn.vllm.producer import ProducerScheduler
-from pdconn.vllm.prompt import drop_wrong_params, prompt_digest
+from pdconn.vllm.prompt import prompt_digest
 from tests.vllm.producer.scheduler import Pool, request, with_states
 
 
