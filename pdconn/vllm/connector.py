@@ -8,6 +8,7 @@ prefill computed and decides what decode pulls, and in every worker's process, w
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -30,7 +31,8 @@ from pdconn.vllm.memory.layout import wanted_layout
 from pdconn.vllm.memory.sleep import check_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.engine_calls import watch_updates
-from pdconn.vllm.patches.leans import check_version
+from pdconn.vllm.patches.self_test import tried
+from pdconn.vllm.patches.tested_versions import check_version
 from pdconn.vllm.plugin import join_vllm_log
 from pdconn.vllm.scheduler import PdScheduler
 from pdconn.vllm.stats import PdPromMetrics, PdStats
@@ -79,7 +81,8 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """See :meth:`PdScheduler.bind_kv_cache_manager`."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
+        bound = partial(self._of_scheduler().bind_kv_cache_manager, kv_cache_manager)
+        tried("bind_kv_cache_manager", bound)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""

@@ -21,7 +21,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import Command
 from pdconn.puller.results import ClaimOutcome
 from pdconn.store.commands import StoreCommand, StoreResult
-from pdconn.vllm.cache.partial import PartialBlocks, joined
+from pdconn.vllm.blocks.partial import PartialBlocks, joined
 
 if TYPE_CHECKING:
     from pdconn.vllm.tracing.pulls import TracedPull

@@ -8,17 +8,12 @@ rather than answered with another prompt's KV.
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from pdconn.protocol import ticket
-from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import TOKENS, closed_digest
-from transport.errors import shown
-
-log = logging.getLogger(__name__)
 
 _PIECE = 1 << 15
 """Tokens that are encoded at a time; msgpack tells the length of so many in 3 bytes."""
@@ -49,7 +44,7 @@ def prefix_digest(request: Any, num_tokens: int) -> str:
 
 def prefix_digests(request: Any, ends: Sequence[int]) -> list[str]:
     """:func:`prefix_digest` of several prefixes, in ascending order, of prompt and answer."""
-    tokens = request._all_token_ids
+    tokens = request.all_token_ids
     features = request.mm_features or ()
     salt = request.cache_salt
     digest, digests, begin = hashlib.sha256(), [], 0
@@ -86,40 +81,3 @@ def parent_of(request_id: str) -> str | None:
     """
     child = _CHILD.fullmatch(request_id)
     return child.group(1) if child else None
-
-
-def num_computed(request: Any) -> int:
-    """Tokens of the request that were computed; those of steps under way do not count.
-
-    Where a drafter's tokens are accepted and the answer ends before the last of them, vLLM counts
-    the others as computed, too, although the request never got them.
-    """
-    settled = request.num_computed_tokens - request.num_in_flight_tokens
-    return max(0, min(int(settled), int(request.num_tokens)))
-
-
-def shorten(request: Any, num_tokens: int) -> None:
-    """Cut the prompt of a request that was not scheduled yet behind ``num_tokens`` tokens.
-
-    The engine computes one token after it, and ends the request.  Block hashes stay: they are
-    of full blocks, and vLLM uses no more of them than there are computed tokens.
-
-    In an engine without a process of its own the frontend and best-of-n siblings hold the same
-    list of tokens, so the request gets another.
-    """
-    request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
-    del request._all_token_ids[num_tokens:]
-    request.num_prompt_tokens = num_tokens
-    request.max_tokens = 1
-
-
-def drop_wrong_params(request: Any) -> None:
-    """Serve a request whose ``kv_transfer_params`` are no dict as if it had none.
-
-    Clients write them; vLLM looks into them after us, and we do at the request's end.
-    """
-    params = request.kv_transfer_params
-    if params is not None and not isinstance(params, dict):
-        error = TicketError("kv_transfer_params", "an object", params)
-        log.warning("pdconn: ignored: %s request=%s", error, shown(request.request_id))
-        request.kv_transfer_params = None

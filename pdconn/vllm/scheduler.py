@@ -34,9 +34,9 @@ from pdconn.vllm.lends.waits import BlockWaits
 from pdconn.vllm.metadata import PdHandshake, PdMetadata
 from pdconn.vllm.patches.deferred_frees import defer_frees
 from pdconn.vllm.patches.failed_loads import recompute_failed_loads
-from pdconn.vllm.patches.leans import check_leans
-from pdconn.vllm.plugin import ShutdownSignal, drain_s
-from pdconn.vllm.prompt import num_computed
+from pdconn.vllm.patches.request_writes import num_computed
+from pdconn.vllm.patches.self_test import SelfTest
+from pdconn.vllm.patches.stop_signal import ShutdownSignal, drain_s
 from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 from pdconn.vllm.speculation import num_lookahead
@@ -109,6 +109,7 @@ class PdScheduler:
         self._greeting = Greeting(vllm_config, incarnation)
         self._adapters = AdapterReader() if settings.enforce_handshake_compat else None
         self._promised: dict[str, SchedulerPart] = {}
+        self._self_test = SelfTest(None)
         self.supports_divergent_local_hybrid_hits = may_lag(kv_cache_config)
         self.parts = self._build_parts(vllm_config, incarnation)
         self.weights = WeightChanges(self._greeting, self.parts.every, self._serve)
@@ -159,10 +160,9 @@ class PdScheduler:
         """Take vLLM's ``KVCacheManager``, before any request.
 
         Raises:
-            ConfigError: this vLLM would let us fill blocks that a step still writes, or works in
-                another way than those that were tested.
+            ConfigError: this vLLM would let us fill blocks that a step still writes.
         """
-        check_leans(manager)
+        self._self_test = SelfTest(manager)
         every = self.parts.every
         if any(part.fills_blocks for part in every):
             defer_frees()
@@ -186,7 +186,13 @@ class PdScheduler:
     def set_xfer_handshake_metadata_pp_aware(
         self, handshakes: dict[tuple[int, int], PdHandshake]
     ) -> None:
-        """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
+        """Every worker is registered, anew if the engine has slept: say what our KV looks like.
+
+        Raises:
+            ConfigError: this vLLM works in another way than those that were tested.
+        """
+        pulling = self.parts.pulling
+        self._self_test.run_once(None if pulling is None else pulling.answer_windows)
         if not self._greeting.registered(handshakes):
             return
         # A store that cannot be opened ends the engine before it lends anything.

@@ -34,9 +34,9 @@ from pdconn.vllm.blocks.arrangement import arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references
 from pdconn.vllm.blocks.heads import heads_by_layer
 from pdconn.vllm.blocks.kinds import transferred_specs
+from pdconn.vllm.blocks.partial import block_tokens, partial_blocks
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
-from pdconn.vllm.cache.partial import block_tokens, partial_blocks
 from pdconn.vllm.config import Settings
 from pdconn.vllm.identity.weights import engine_weights, started_at
 from pdconn.vllm.memory.layout import report_layout

@@ -51,7 +51,7 @@ from pdconn.sidechannel.security import Security
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
-from tests.vllm.producer.scheduler import Pool
+from tests.vllm.producer.scheduler import Pool, untried
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HOST = "127.0.0.1"
@@ -138,6 +138,7 @@ class Engine:
         self.connector: Any = made(config, KVConnectorRole.SCHEDULER, cache_config())
         self.pool = Pool()
         self.connector.bind_gpu_block_pool(self.pool)
+        untried(self.connector)
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake()})
         self.asked: list[dict[str, Any]] = []
         self.decoded: list[Decoded] = []

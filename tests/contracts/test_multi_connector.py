@@ -48,7 +48,7 @@ from tests.contracts.engines import (
     engine_config,
     handshake,
 )
-from tests.vllm.producer.scheduler import Pool
+from tests.vllm.producer.scheduler import Pool, untried
 
 PROMPT = list(range(100, 141))
 STATS = {"num_lmcache_cached_tokens": 0}
@@ -115,6 +115,9 @@ def multi(order: str, role: str, **extra: Any) -> Any:
     )
     made = MultiConnector(engine_config(transfer), KVConnectorRole.SCHEDULER, cache_config())
     made.bind_gpu_block_pool(Pool())
+    for each in made.sub_connectors:
+        if isinstance(each, PdconnConnector):
+            untried(each)
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdconn.vllm.cache.quarantine import Quarantine
+from pdconn.vllm.memory.quarantine import Quarantine
 
 
 class Pool:

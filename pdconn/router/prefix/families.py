@@ -40,8 +40,8 @@ class Family:
         """What counts beside a pull, if that differs: full attention alone.
 
         vLLM's ``KVCacheManager.get_computed_blocks_for_connector`` beside states, and
-        :mod:`pdconn.vllm.cache.lagging` beside windows, but where one of these is held further than
-        full attention: then the hit counts on which all agree.
+        :mod:`pdconn.vllm.patches.pool.local_hits` beside windows, but where one of these is held
+        further than full attention: then the hit counts on which all agree.
         """
         needs = {spec.needs for _, spec in self.tails}
         in_windows = bool(needs) and needs <= _WINDOWED

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdconn.vllm.blocks.states import without_scratch
-from pdconn.vllm.cache.lagging import held_tokens
+from pdconn.vllm.patches.pool.local_hits import held_tokens
 
 
 @dataclass(frozen=True, slots=True)

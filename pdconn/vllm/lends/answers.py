@@ -28,6 +28,8 @@ from pdconn.protocol.prefix import lends_back
 from pdconn.protocol.ticket import MAX_CUTS
 from pdconn.vllm.blocks.kinds import kinds_of
 from pdconn.vllm.blocks.transferred import TransferBlocks
+from pdconn.vllm.patches.pool.kept_windows import holds_windows
+from pdconn.vllm.patches.pool.local_hits import agreed_hit
 from pdconn.vllm.values import LendBack
 from registration.references import AttentionKind
 
@@ -122,13 +124,13 @@ def answer_of(
     Returns:
         Without blocks where a window has moved on, with drafts behind the end of the answer.
     """
-    if not _are_there(manager, config, blocks, num_tokens):
+    if not holds_windows(manager, config, blocks, num_tokens):
         return LendableAnswer(num_tokens, ())
     prompt = min(int(request.num_prompt_tokens), num_tokens - 1)
     if set(kinds_of(config)) == {AttentionKind.FULL}:
         size = max(group.kv_cache_spec.block_size for group in config.transfer_groups)
         return LendableAnswer(num_tokens, blocks, _cuts(num_tokens, prompt, size))
-    found, cut, *_ = manager.coordinator.find_longest_cache_hit(request.block_hashes, prompt)
+    found, cut = agreed_hit(manager, request, prompt)
     if not cut:
         return LendableAnswer(num_tokens, blocks)
     of_groups = (found[group] for group in config.transfer_group_ids)
@@ -136,17 +138,7 @@ def answer_of(
         [block or (hit[at].block_id if at < len(hit) else 0) for at, block in enumerate(ids)]
         for ids, hit in zip(blocks, of_groups, strict=True)
     )
-    return LendableAnswer(num_tokens, filled, (int(cut),))
-
-
-def _are_there(manager: Any, config: KVCacheConfig, blocks: BlockIds, num_tokens: int) -> bool:
-    """Whether every group has what the token behind ``num_tokens`` attends to."""
-    for group, ids in zip(config.transfer_group_ids, blocks, strict=True):
-        of_group = manager.coordinator.single_type_managers[group]
-        first = of_group.get_num_skipped_tokens(num_tokens) // of_group.block_size
-        if not all(ids[first : -(-num_tokens // of_group.block_size)]):
-            return False
-    return True
+    return LendableAnswer(num_tokens, filled, (cut,))
 
 
 def _cuts(num_tokens: int, prompt: int, size: int) -> tuple[int, ...]:

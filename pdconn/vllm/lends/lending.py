@@ -37,7 +37,6 @@ from pdconn.sidechannel.advertise import advertised_host
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
-from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers, num_held
 from pdconn.vllm.lends.pins import (
@@ -53,8 +52,10 @@ from pdconn.vllm.lends.tickets import LentTickets, TicketWriter
 from pdconn.vllm.memory.card import kv_card, why_unreachable
 from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.cache_resets import watch_resets
-from pdconn.vllm.plugin import ShutdownSignal
-from pdconn.vllm.prompt import drop_wrong_params, parent_of, prefix_digests
+from pdconn.vllm.patches.pool.kept_windows import keep_window_of_last_token
+from pdconn.vllm.patches.request_writes import drop_wrong_params
+from pdconn.vllm.patches.stop_signal import ShutdownSignal
+from pdconn.vllm.prompt import parent_of, prefix_digests
 from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 from transport.errors import shown
 

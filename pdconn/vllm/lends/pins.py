@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pdconn.vllm.patches.pool.pinned_blocks import is_used_by_others, pin_blocks, unpin_blocks
+
 
 class LeaseKind(StrEnum):
     """What is lent: a whole prompt; a prefix; prompt and answer."""
@@ -92,11 +94,7 @@ class LeasePins:
 
     def is_pool_used_by_others(self, ours: Iterable[list[Any]]) -> bool:
         """Whether others use blocks than leases and ``ours``: then vLLM resets nothing anyway."""
-        counts = Counter(block.block_id for held in (*self, *ours) for block in held)
-        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
-        blocks = self._pool.blocks
-        is_shared = any(blocks[block].ref_cnt > count for block, count in counts.items())
-        return bool(is_shared or used - 1 > len(counts))  # the null block is always in use
+        return is_used_by_others(self._pool, (*self, *ours))
 
     def may_pin(self, kind: LeaseKind, num_blocks: int) -> bool:
         """Whether a lease of so many blocks is within the share of its kind."""
@@ -111,8 +109,7 @@ class LeasePins:
         Returns:
             Earlier ones of its kind that give way to it.
         """
-        blocks = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
-        self._pool.touch(blocks)
+        blocks = pin_blocks(self._pool, (block for ids in block_ids for block in ids if block))
         self._blocks[request_id] = blocks
         self._lent[kind][request_id] = now
         if kind is LeaseKind.PROMPT:
@@ -130,7 +127,7 @@ class LeasePins:
             self._leases_of[block.block_id] -= 1
             if not self._leases_of[block.block_id]:
                 del self._leases_of[block.block_id]
-        self._pool.free_blocks(reversed(blocks))
+        unpin_blocks(self._pool, blocks)
 
     def unpin_all(self) -> None:
         """Every lease has ended."""

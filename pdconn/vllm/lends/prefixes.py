@@ -24,8 +24,10 @@ from typing import Any
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.prefix import lend_of
-from pdconn.vllm.cache.lagging import held_by_all
-from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest, shorten
+from pdconn.vllm.patches.pool.local_hits import held_by_all
+from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
+from pdconn.vllm.patches.request_writes import answer_one_token, shorten
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class _Lend:
     def unpin(self, pool: Any) -> None:
         """Unpin what was found, which is lent no more."""
         if self.pins:
-            pool.free_blocks(reversed(self.pins))
+            unpin_blocks(pool, self.pins)
         self.held, self.blocks, self.pins = 0, (), []
 
 
@@ -89,7 +91,7 @@ class PrefixLends:
             return False
         if num_tokens is None:
             return False
-        request.max_tokens = 1
+        answer_one_token(request)
         self._lends[request.request_id] = _Lend(num_tokens, prefix_digest(request, num_tokens))
         return True
 
@@ -123,8 +125,7 @@ class PrefixLends:
         if lend is None or lend.held < lend.num_tokens or lend.pins:
             return
         lend.blocks = blocks
-        lend.pins = [self._pool.blocks[block] for ids in blocks for block in ids if block]
-        self._pool.touch(lend.pins)
+        lend.pins = pin_blocks(self._pool, (block for ids in blocks for block in ids if block))
 
     def blocks_of(self, request_id: str) -> tuple[list[int], ...]:
         """Blocks of the prefix that a request asks for; empty for others."""

@@ -18,14 +18,8 @@ from pdconn.protocol.ticket import Ticket, TicketCut, check_block_count, max_blo
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.identity.greeting import is_proven
 from pdconn.vllm.lends.answers import BlockIds
-from pdconn.vllm.prompt import (
-    EMBEDDINGS,
-    has_embeddings,
-    num_computed,
-    parent_of,
-    prompt_digest,
-    shorten,
-)
+from pdconn.vllm.patches.request_writes import num_computed, shorten
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, parent_of, prompt_digest
 
 
 @dataclass(slots=True)

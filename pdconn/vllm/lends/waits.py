@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdconn.vllm.lends.pins import LeaseKind
 from pdconn.vllm.lends.prompts import PromptShare
+from pdconn.vllm.patches.pool.admitted_blocks import blocks_for, num_free_blocks
 from pdconn.vllm.scheduler_part import ASK_AGAIN, Matched, SchedulerPart
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class BlockWaits(SchedulerPart):
         """What we lend gives way to the request that could not be admitted, if that helps."""
         if self._manager is None or not (self._asked or self._loaded):
             return
-        free = self._manager.block_pool.get_num_free_blocks()
+        free = num_free_blocks(self._manager)
         needed = blocks_for(self._manager, max(self._asked.values(), default=0))
         lacking = max(1, needed - free)
         if not (num_scheduled or self._loading) or lacking <= self._lending.pins.num_yielding:
@@ -194,12 +195,3 @@ class _Rounds:
 def _since(since: float, now: float, holds: bool) -> float:
     """Since when something holds; infinity while it does not."""
     return min(since, now) if holds else math.inf
-
-
-def blocks_for(manager: Any, num_tokens: int) -> int:
-    """The most blocks that a request of so many tokens holds, in all groups together."""
-    total = 0
-    for group in manager.coordinator.single_type_managers:
-        blocks, most = -(-num_tokens // group.block_size), group.max_admission_blocks_per_request
-        total += blocks if most is None else min(blocks, most)
-    return total

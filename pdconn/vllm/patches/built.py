@@ -5,7 +5,9 @@ connectors in its own constructor, and is found there, up the stack::
 
     Scheduler.__init__ ─► bind_kv_cache_manager(manager) ─► ours
 
-Source: ``Scheduler.__init__`` in vLLM's ``v1/core/sched/scheduler.py``, 0.32 and 0.33.
+Nothing is replaced.  Checked at the start: a scheduler that does not bind us there is refused
+(:mod:`pdconn.vllm.patches.self_test`).
+Tested by ``tests/vllm/patches/test_deferred_frees.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ import inspect
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+
+SOURCES = {
+    "vllm.v1.core.sched.scheduler:Scheduler.__init__": (85, 87),
+}
 
 
 def scheduler_being_built() -> Any:

@@ -10,17 +10,27 @@ pool's method, once::
         vLLM's own                           whether it could
         after, the oldest first              what follows of it
 
-Source: ``BlockPool.reset_prefix_cache`` in vLLM's ``v1/core/block_pool.py``, and
-``Scheduler.reset_prefix_cache`` in ``v1/core/sched/scheduler.py``, 0.32 and 0.33.
+Replaced: ``reset_prefix_cache`` of the block pool of one engine, which all resets go through.
+Checked at the start by :func:`check_resets`.
+Tested by ``tests/vllm/patches/test_cache_resets.py``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pdconn.vllm.config import ConfigError
+from pdconn.vllm.patches.live import Live, changed, expect, replaced
+
+SOURCES = {
+    "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": (827, 871),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache": (674, 683),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.reset_prefix_cache": (393, 397),
+    "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": (2840, 3184),
+}
 
 
 class _Resets:
@@ -63,3 +73,38 @@ def watch_resets(
         resets.before.append(before)
     if after is not None:
         resets.after.append(after)
+
+
+@contextmanager
+def unwatched(block_pool: Any) -> Iterator[None]:
+    """Nobody sees resets of the pool for a while: nothing of the engine's own is in it."""
+    resets = block_pool.reset_prefix_cache
+    if not isinstance(resets, _Resets):
+        raise changed("BlockPool.reset_prefix_cache", "one that is watched", type(resets).__name__)
+    with replaced(resets, "before", []), replaced(resets, "after", []):
+        yield
+
+
+def check_resets(live: Live) -> None:
+    """Whether each reset of the scheduler's passes the watchers once, and leaves nothing cached.
+
+    Raises:
+        ConfigError: naming the reset that works in another way.
+    """
+    resets, seen = live.pool.reset_prefix_cache, list[bool | str]()
+    resets.before.append(lambda: seen.append("before"))
+    resets.after.append(seen.append)
+    name = "Scheduler.reset_prefix_cache"
+    with live.computed(live.end or live.tokens) as request:
+        blocks = [block for block in live.blocks(request) if block.block_hash is not None]
+        if live.is_found:
+            expect("SingleTypeKVCacheManager.cache_blocks, blocks", True, bool(blocks))
+        expect(f"{name}, of blocks in use", False, live.scheduler.reset_prefix_cache())
+        lost = [block.block_id for block in blocks if block.block_hash is None]
+        expect(f"{name}, blocks in use that it forgot", [], lost)
+    expect(name, True, live.scheduler.reset_prefix_cache())
+    expect(f"{name}, what the pool's method saw", ["before", False, "before", True], seen)
+    kept = [block.block_id for block in blocks if block.block_hash is not None]
+    expect(f"{name}, blocks that are still found", [], kept)
+    found = live.manager.get_computed_blocks(live.request(live.tokens))[0].get_block_ids()
+    expect(f"{name}, blocks of a hit", set(), set().union(*found) - {0})  # a chunk's may be null

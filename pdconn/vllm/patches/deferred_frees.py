@@ -14,14 +14,23 @@ kv_both alone, of the outermost connector.  A store loads under any role, and be
 the role of the outer one need not be ours.  So an engine of which we fill blocks raises the fence
 itself.  Where steps do not overlap it frees at once, so it is raised in any mode.
 
-Source: ``Scheduler.__init__``, ``_free_request_blocks`` and ``update_from_output`` in vLLM's
-``v1/core/sched/scheduler.py``, 0.32 and 0.33.
+Written: ``Scheduler.defer_block_free`` of one engine.
+Checked at the start by :func:`defer_frees`, which reads the code, and :func:`check_frees`.
+Tested by ``tests/vllm/patches/test_deferred_frees.py``.
 """
 
 from __future__ import annotations
 
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.patches.built import scheduler_being_built, unused_name
+from pdconn.vllm.patches.live import Live, expect
+
+SOURCES = {
+    "vllm.v1.core.sched.scheduler:Scheduler.__init__": (85, 87),
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks": (2766, 3084),
+    "vllm.v1.core.sched.scheduler:Scheduler._drain_deferred_frees": (2788, 3106),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (2026, 2259),
+}
 
 _FENCE = "defer_block_free"
 
@@ -56,3 +65,34 @@ def defer_frees() -> None:
 def missing(made: type) -> str | None:
     """What of the fence a class of schedulers has not got, or None."""
     return unused_name(made, _USES)
+
+
+def check_frees(live: Live) -> None:
+    """Whether blocks of a request in flight are free once its step has been processed, not before.
+
+    A step is neither scheduled nor processed for that, since all connectors would see it: what
+    these do with the fence is read off their code (:func:`missing`).
+
+    Raises:
+        ConfigError: naming what works in another way.
+    """
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    if not vars(live.scheduler)[_FENCE]:
+        return  # neither vLLM nor we fill blocks of this engine
+    free = live.pool.get_num_free_blocks()
+    with live.computed(live.tokens) as request:
+        held = len(live.blocks(request))
+        live.scheduler.requests[request.request_id] = request
+        step = SchedulerOutput.make_empty()
+        step.num_scheduled_tokens[request.request_id] = live.tokens
+        live.scheduler.sched_step_seq += 1
+        live.scheduler._update_after_schedule(step)
+        expect("Scheduler._update_after_schedule", live.tokens, request.num_in_flight_tokens)
+        live.scheduler._free_request_blocks(request)
+        left = live.pool.get_num_free_blocks()
+        expect("Scheduler._free_request_blocks, of a step in flight", free - held, left)
+        live.scheduler.processed_step_seq += 1
+        live.scheduler._drain_deferred_frees()
+        left = live.pool.get_num_free_blocks()
+        expect("Scheduler._drain_deferred_frees, of a step that is over", free, left)

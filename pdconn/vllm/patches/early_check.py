@@ -11,9 +11,8 @@ No method of the class is called there with the configuration, so it is found up
 is not there (``--no-disable-hybrid-kv-cache-manager`` leaves the question out), nothing is refused
 early: the connector checks the same when it is built.
 
-Source: ``VllmConfig.__post_init__`` in vLLM's ``config/vllm.py`` and
-``KVConnectorFactory.get_connector_class`` in
-``distributed/kv_transfer/kv_connector/factory.py``, 0.32 and 0.33.
+Nothing is replaced.  Checked at the start: what is not found here is checked later.
+Tested by ``tests/vllm/patches/test_early_check.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +22,14 @@ from types import FrameType
 from typing import Any
 
 from transport.errors import FieldError
+
+SOURCES = {
+    "vllm.config.vllm:VllmConfig.__post_init__": (1414, 1510),
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class": (
+        97,
+        97,
+    ),
+}
 
 _ASKS, _WITH = "get_connector_class", "kv_transfer_config"
 

@@ -14,8 +14,9 @@ call, so no step is scheduled meanwhile.
 Not seen is what goes past the engine core: a worker that is held in the same process and changed
 there (``llm_engine.model_executor``).  docs/operations.md says so.
 
-Source: ``EngineCore.collective_rpc`` and ``set_weight_version`` in vLLM's ``v1/engine/core.py``,
-0.32 and 0.33.
+Replaced: ``EngineCore.collective_rpc`` and ``EngineCore.set_weight_version``, of all engines.
+Checked at the start by :func:`watch_updates`.
+Tested by ``tests/vllm/patches/test_engine_calls.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pdconn.vllm.config import ConfigError
+
+SOURCES = {
+    "vllm.v1.engine.core:EngineCore.collective_rpc": (1073, 1110),
+    "vllm.v1.engine.core:EngineCore.set_weight_version": (1082, 1119),
+}
 
 _HARMLESS = frozenset(
     {

@@ -12,8 +12,10 @@ they only save time, so no request fails because of them.  But vLLM has one poli
 So we wrap that method, on the scheduler that binds us: for requests whose load is optional it
 decides as it does under ``recompute``.
 
-Source: ``Scheduler._handle_failed_recving``, ``update_from_output`` and
-``_update_waiting_for_remote_kv`` in vLLM's ``v1/core/sched/scheduler.py``, 0.32 and 0.33.
+Replaced: ``Scheduler._handle_failed_recving`` of one engine.
+Checked at the start by :func:`recompute_failed_loads`, which reads the code, and
+:func:`check_failed_loads`.
+Tested by ``tests/vllm/patches/test_failed_loads.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ from collections.abc import Callable
 
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.patches.built import scheduler_being_built, unused_name
+from pdconn.vllm.patches.live import Live, expect, replaced
+
+SOURCES = {
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving": (3341, 3688),
+    "vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv": (3123, 3467),
+}
 
 _POLICY = "recompute_kv_load_failures"
 _FAILED = "failed_recving_kv_req_ids"
@@ -80,3 +88,25 @@ def missing(made: type) -> str | None:
     if takes != _TAKES:
         return f"{made.__name__}._handle_failed_recving of {', '.join(takes)}"
     return unused_name(made, _USES)
+
+
+def check_failed_loads(live: Live) -> None:
+    """Whether the policy decides what becomes of a request whose load has failed.
+
+    Raises:
+        ConfigError: naming what works in another way.
+    """
+    from vllm.v1.request import RequestStatus
+
+    scheduler, name = live.scheduler, "Scheduler._handle_failed_recving"
+    for is_recomputed in (False, True):
+        request = live.request(live.tokens)
+        failed = {request.request_id}
+        request.status, request.num_computed_tokens = RequestStatus.WAITING_FOR_REMOTE_KVS, 1
+        scheduler.requests[request.request_id] = request
+        with replaced(scheduler, _POLICY, is_recomputed):
+            failing = type(scheduler)._handle_failed_recving(scheduler, failed)
+        expected = (set(), 0, True) if is_recomputed else (failed, 1, False)
+        is_asked_anew = request.request_id in scheduler.failed_recving_kv_req_ids
+        seen = failing, request.num_computed_tokens, is_asked_anew
+        expect(f"{name}, {_POLICY}={is_recomputed}", expected, seen)

@@ -52,6 +52,8 @@ from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.identity.adapters import AdapterReader
 from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
+from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
+from pdconn.vllm.patches.request_writes import ask_of_wrong_params
 from pdconn.vllm.prompt import parent_of
 from pdconn.vllm.pulls.patience import PrefixPatience
 from pdconn.vllm.pulls.pulled import PulledBlocks
@@ -150,6 +152,11 @@ class Pulling(SchedulerPart):
         """It brings the states whatever is held; windows it brings from what they hold on."""
         return self._rules.has_lagging or self._pulled.completes_windows
 
+    @property
+    def answer_windows(self) -> AnswerWindows | None:
+        """What caches windows of requests that end; None before the manager is bound."""
+        return self._pulled.answers
+
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take vLLM's ``KVCacheManager``."""
         self._pulled.use_manager(manager, self.pulled_until)
@@ -203,8 +210,8 @@ class Pulling(SchedulerPart):
         except TicketError as error:
             self._tracked[request.request_id] = Tracked(None, str(error), parent)
             log.warning("pdconn: ticket of %s is wrong: %s", shown(request.request_id), error)
-            if not isinstance(params, dict):  # vLLM asks it next, and we ask it later
-                request.kv_transfer_params = {"do_remote_prefill": True}
+            if not isinstance(params, dict):
+                ask_of_wrong_params(request)
             return
         awaited = self._rules.num_ranks if self._rules.is_awaiting else 0
         tracked = Tracked(ticket, None, parent, claim=ClaimGrants(awaited=awaited))

@@ -104,14 +104,6 @@ class StateGroups:
             ids[group.place] = _kept(table, group.block_tokens, [*ends, *mine], most)
 
 
-def end_pass_at(request: Any, junction: int) -> None:
-    """Have vLLM end a pass over the prompt at ``junction``, as where its own cache saw one.
-
-    It is asked for in each look-up, which follows vLLM's own.
-    """
-    request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
-
-
 def _kept(
     table: Sequence[int],
     block_tokens: int,

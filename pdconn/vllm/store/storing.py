@@ -27,16 +27,18 @@ from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.settings import StoreSettings
+from pdconn.vllm.blocks.partial import PartialBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
-from pdconn.vllm.cache.partial import PartialBlocks
 from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.cache_resets import watch_resets
+from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
+from pdconn.vllm.patches.pool.state_blocks import end_pass_at
 from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
-from pdconn.vllm.store.states import StateGroups, end_pass_at
+from pdconn.vllm.store.states import StateGroups
 from registration.references import KVCacheReferences
 from transport.errors import shown
 
@@ -72,8 +74,7 @@ class SavePins:
 
     def pin_blocks(self, number: int, ids: Sequence[int]) -> None:
         """Pin the engine's blocks of save ``number``."""
-        blocks = [self.pool.blocks[block] for block in ids]
-        self.pool.touch(blocks)
+        blocks = pin_blocks(self.pool, ids)
         self._pinned[number] = blocks
         self.num_blocks += len(blocks)
 
@@ -82,7 +83,7 @@ class SavePins:
         blocks = self._pinned.pop(number, None)
         if blocks is not None:
             self.num_blocks -= len(blocks)
-            self.pool.free_blocks(reversed(blocks))
+            unpin_blocks(self.pool, blocks)
 
     def unpin_all(self) -> None:
         """Nothing is read any more."""

@@ -35,9 +35,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from pdconn.router.prefix.hashing import HashScheme
-from pdconn.vllm.cache.answers import AnswerWindows
-from pdconn.vllm.cache.lagging import complete_windows
-from pdconn.vllm.prompt import num_computed
+from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
+from pdconn.vllm.patches.pool.local_hits import complete_windows
+from pdconn.vllm.patches.request_writes import num_computed
 
 HASHING = "sha256_cbor"
 MAX_MODEL_LEN = 1 << 17

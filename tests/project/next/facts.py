@@ -27,7 +27,10 @@ from typing import Any
 from tests.project.next.uses import REPLACED, USES
 
 PACKAGES = ("transport", "registration", "pdconn")
-OURS = Path(__file__).parents[3] / "pdconn/vllm"
+OURS = tuple(
+    Path(__file__).parents[3] / "pdconn" / folder for folder in ("vllm", "tools/lab/cpu_engines")
+)
+"""What vLLM loads of ours."""
 MISSING = "missing"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -176,14 +179,19 @@ def overrides(cls: type) -> Iterator[tuple[str, type]]:
                 break
 
 
-def imported(folder: Path = OURS) -> set[tuple[str, str]]:
+def imported() -> set[tuple[str, str]]:
     """(module, name) of everything that our sources import from vLLM, wherever in a file."""
     found = set()
-    for path in folder.rglob("*.py"):
+    for path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 found |= {(str(node.module), alias.name) for alias in node.names}
     return found
+
+
+def sources() -> list[Path]:
+    """Files of ours that vLLM loads."""
+    return [path for folder in OURS for path in folder.rglob("*.py")]
 
 
 def _import_all(facts: Facts) -> list[ModuleType]:

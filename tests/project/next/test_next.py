@@ -18,7 +18,7 @@ import pytest
 from tests.project.next import compare
 from tests.project.next.__main__ import ROOT, check, facts_of
 from tests.project.next.compare import Outcome
-from tests.project.next.facts import OURS, Facts, described, misfit, overrides
+from tests.project.next.facts import Facts, described, misfit, overrides, sources
 from tests.project.next.tree import NotHad, download, environment, installed_vllm, obtain
 from tests.project.next.uses import REPLACED, USES
 
@@ -218,7 +218,7 @@ def _like(source: Path, made: Path, changed: Path) -> None:
 
 def _attributes() -> Iterator[tuple[str, str, bool]]:
     """(object, attribute, whether it is written to) of every attribute in our sources."""
-    for path in OURS.rglob("*.py"):
+    for path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 yield ast.unparse(node.value), node.attr, isinstance(node.ctx, ast.Store)
@@ -249,7 +249,7 @@ def test_what_is_replaced_is_listed() -> None:
 
 def test_what_is_listed_is_used() -> None:
     """As an attribute, or by a name in quotes."""
-    text = "".join(path.read_text(encoding="utf-8") for path in OURS.rglob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in sources())
     used = {name for _, name, _ in _attributes()} | {"__init__"}
     assert sorted(name for name in LISTED - used if f'"{name}"' not in text) == []
 

@@ -31,24 +31,32 @@ USES: dict[str, str] = {
     " total_num_hidden_layers",
     "vllm.v1.request:Request": "request_id status kv_transfer_params prompt_token_ids prompt_embeds"
     " _all_token_ids all_token_ids num_prompt_tokens num_tokens num_computed_tokens max_tokens"
+    " append_output_token_ids"
     " num_in_flight_tokens num_output_tokens lora_request mm_features cache_salt pooling_params"
     " block_hashes skip_reading_prefix_cache abort_immediately resumable shared_prefix_boundary",
     "vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id name",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "identifier mm_position",
     "vllm.multimodal.inputs:PlaceholderRange": "offset length",
     "vllm.v1.core.block_pool:BlockPool": "blocks touch free_blocks reset_prefix_cache"
-    " num_gpu_blocks get_num_free_blocks enable_kv_cache_events hash_block_size cache_full_blocks",
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id block_hash is_null ref_cnt",
+    " num_gpu_blocks get_num_free_blocks enable_kv_cache_events hash_block_size cache_full_blocks"
+    " null_block free_block_queue cached_block_hash_to_block metrics_collector",
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": "fake_free_list_head",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id block_hash is_null ref_cnt"
+    " block_hash_num_tokens next_free_block",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator kv_cache_config"
     " get_computed_blocks_for_connector create_kv_cache_blocks prefix_cache_lookup_enabled"
-    " get_computed_blocks max_model_len block_pool",
+    " get_computed_blocks max_model_len block_pool allocate_slots cache_blocks free get_blocks"
+    " new_step_starts reset_prefix_cache take_boundary_state_offloads log_stats",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids blocks",
     "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator": "attention_groups"
     " full_attention_group_id find_longest_cache_hit_per_group",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers"
     " find_longest_cache_hit",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "kv_cache_spec"
-    " block_size get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
+    " block_size get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request"
+    " req_to_blocks num_cached_block enable_caching cache_hit_alignment_tokens use_eagle"
+    " get_num_blocks_to_allocate cache_blocks kv_cache_group_id",
+    "vllm.v1.core.kv_cache_coordinator:SpecGroup": "use_eagle",
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": "get_num_skipped_tokens"
     " remove_skipped_blocks max_admission_blocks_per_request cache_hit_alignment_tokens"
     " enable_caching req_to_blocks num_cached_block block_pool block_size kv_cache_group_id",
@@ -56,9 +64,10 @@ USES: dict[str, str] = {
     " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
     "vllm.v1.core.sched.scheduler:Scheduler": "schedule update_from_output _update_after_schedule"
     " _request_blocks_can_be_freed _free_request_blocks _free_blocks _preempt_request"
-    " _handle_failed_recving _update_waiting_for_remote_kv",
+    " _handle_failed_recving _update_waiting_for_remote_kv _drain_deferred_frees requests"
+    " reset_prefix_cache sched_step_seq processed_step_seq failed_recving_kv_req_ids",
     "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens"
-    " kv_connector_block_state",
+    " kv_connector_block_state make_empty",
     "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids boundary_state_offloads",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups"
     " transfer_groups transfer_group_ids prefix_cacheable_group_ids select_transfer_block_ids",

@@ -12,9 +12,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
-    from pdconn.vllm.cache.lagging import complete_windows
     from pdconn.vllm.config import read_settings
     from pdconn.vllm.lends.lending import Lending
+    from pdconn.vllm.patches.pool.local_hits import complete_windows
     from pdconn.vllm.scheduler import SchedulerParts
     from tests.fakes.simulated.hooks import half_of
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache

@@ -14,7 +14,8 @@ from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.prefixes import PrefixLends
-from pdconn.vllm.prompt import prefix_digest, prompt_digest, shorten
+from pdconn.vllm.patches.request_writes import shorten
+from pdconn.vllm.prompt import prefix_digest, prompt_digest
 from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from tests.fakes.simulated.hooks import allocated, finished, matched
 from tests.fakes.simulated.requests import vllm_request
@@ -28,10 +29,12 @@ BLOCKS = ([1, 2, 3], [0, 5, 6])
 
 def request(tokens: list[int], params: dict[str, Any], name: str = "r", **changes: Any) -> Any:
     """As vLLM's."""
+    every = list(tokens)
     made: dict[str, Any] = {
         "request_id": name,
         "prompt_token_ids": list(tokens),
-        "_all_token_ids": list(tokens),
+        "_all_token_ids": every,
+        "all_token_ids": every,  # vLLM's view of it
         "num_prompt_tokens": len(tokens),
         "num_tokens": len(tokens),
         "num_computed_tokens": len(tokens),

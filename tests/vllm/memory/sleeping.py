@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.fakes.simulated.requests import vllm_request
-from tests.vllm.producer.scheduler import Pool
+from tests.vllm.producer.scheduler import Pool, untried
 from tests.vllm.runner.rig import LENT, PROMPT, PULLED, Cache, Steps
 from transport.testing.inprocess.network import InProcessNetwork
 
@@ -41,6 +41,7 @@ class Engines:
         self.decode = Steps("kv_consumer", PdconnConnector, Cache(filled=False))
         self.prefill.scheduler.bind_gpu_block_pool(self.pool)
         for each in (self.prefill, self.decode):
+            untried(each.scheduler)
             greet(each)
 
     def lent(self, name: str) -> Any:

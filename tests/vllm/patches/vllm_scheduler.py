@@ -89,12 +89,13 @@ def cache_config() -> KVCacheConfig:
 class Engine:
     """A scheduler whose steps stay in flight until :meth:`process`."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, cache: KVCacheConfig | None = None, **sizes: int) -> None:
         made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+        cache, sizes = cache or cache_config(), sizes or {"block_size": BLOCK_TOKENS}
         grammars: Any = SimpleNamespace(
             accept_tokens=lambda request, tokens: True, should_advance=lambda request: False
         )
-        self.scheduler: Any = made(config, cache_config(), grammars, BLOCK_TOKENS)
+        self.scheduler: Any = made(config, cache, grammars, **sizes)
         self.connector: Any = _ours(self.scheduler.connector)
         self.in_flight: list[Any] = []
         self._numbers = itertools.count()

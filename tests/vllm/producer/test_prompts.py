@@ -10,7 +10,8 @@ import pytest
 
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.lends.lending import Lending
-from pdconn.vllm.prompt import drop_wrong_params, prompt_digest
+from pdconn.vllm.patches.request_writes import drop_wrong_params
+from pdconn.vllm.prompt import prompt_digest
 from tests.fakes.simulated.hooks import finished
 from tests.vllm.producer.scheduler import Pool, request, with_states
 

@@ -14,7 +14,8 @@ from math import gcd
 from typing import Any
 
 from pdconn.planning.plan import window_start
-from pdconn.vllm.cache.partial import never_cache, partial_blocks
+from pdconn.vllm.blocks.partial import partial_blocks
+from pdconn.vllm.patches.pool.uncached_blocks import never_cache
 from registration.references import AttentionKind, KVCacheGroupReference
 from tests.fakes.simulated.sim_cache import GroupShape, SimCache
 

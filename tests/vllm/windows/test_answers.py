@@ -19,12 +19,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
-    from pdconn.vllm.cache import answers
-    from pdconn.vllm.cache.answers import AnswerWindows
-    from pdconn.vllm.cache.retention import keep_window_of_last_token
     from pdconn.vllm.lends import answers as lends_answers
     from pdconn.vllm.lends.answers import LendableAnswer, answer_of
-    from pdconn.vllm.prompt import num_computed
+    from pdconn.vllm.patches.pool import answer_windows
+    from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
+    from pdconn.vllm.patches.pool.kept_windows import keep_window_of_last_token
+    from pdconn.vllm.patches.request_writes import num_computed
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import Running, SimMemory
 
@@ -98,7 +98,7 @@ def test_what_was_pulled_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_window_with_holes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: of what is kept nothing is a hole, which vLLM would skip without a word."""
-    monkeypatch.setattr(answers, "keep_more_tokens", lambda *_: None)
+    monkeypatch.setattr(answer_windows, "keep_more_tokens", lambda *_: None)
     kept = [play(seed)[1] for seed in range(NUM_CONVERSATIONS // 4)]
     monkeypatch.undo()
     assert sum(kept) < sum(play(seed)[1] for seed in range(NUM_CONVERSATIONS // 4))
@@ -274,7 +274,7 @@ def test_the_longest_prompt_is_admitted_in_as_many_blocks_as_vllm_takes_for_it(
         assert cache.admit(cache.request(list(range(4095)))) is not None
         kept.append(cache.answers is not None)
     assert kept == [False] * 2 * num_windows + [True]
-    monkeypatch.setattr(answers, "has_room_to_keep", lambda *_: True)
+    monkeypatch.setattr(answer_windows, "has_room_to_keep", lambda *_: True)
     shape = CacheShape(groups, enough, retention=0, chunk_tokens=512)
     cache = SimCache(shape, keeps_answers=True)
     assert cache.admit(cache.request(list(range(4095)))) is None, "the control"

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
-    from pdconn.vllm.cache import lagging
-    from pdconn.vllm.cache.lagging import complete_windows, held_tokens
+    from pdconn.vllm.patches.pool import local_hits
+    from pdconn.vllm.patches.pool.local_hits import complete_windows, held_tokens
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import SimMemory
 
@@ -168,7 +168,7 @@ def crowded(rng: Random) -> CacheShape:
 
 @pytest.mark.parametrize("change", ["whole prompt", "not cut"])
 def test_a_careless_look_up_is_noticed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lagging._Lookup, "__call__", _lookups(change))
+    monkeypatch.setattr(local_hits._Lookup, "__call__", _lookups(change))
     if change == "not cut":
         monkeypatch.setitem(globals(), "shapes", crowded)
     with pytest.raises(AssertionError):
@@ -177,7 +177,7 @@ def test_a_careless_look_up_is_noticed(change: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_careful_look_up_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the controls."""
-    monkeypatch.setattr(lagging._Lookup, "__call__", _lookups(""))
+    monkeypatch.setattr(local_hits._Lookup, "__call__", _lookups(""))
     assert len(list(played(range(40)))) == 40
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other
-    from pdconn.vllm.cache.retention import keep_more_tokens, keep_window_of_last_token
+    from pdconn.vllm.patches.pool.kept_windows import keep_more_tokens, keep_window_of_last_token
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
 
 LONGEST, STEP, BLOCK = 192, 32, 8

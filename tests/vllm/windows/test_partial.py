@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
     from vllm.v1.outputs import KVConnectorOutput
 
-    from pdconn.vllm.cache.partial import partial_blocks
+    from pdconn.vllm.blocks.partial import partial_blocks
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.pulls.pulling import Pulling, PullRules
     from pdconn.vllm.pulls.tracked import Tracked

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from pdconn.vllm.cache.retention import keep_window_of_last_token
+from pdconn.vllm.patches.pool.kept_windows import keep_window_of_last_token
 
 
 class Manager:

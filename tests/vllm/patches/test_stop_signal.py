@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.vllm.plugin import ShutdownSignal, drain_s
+from pdconn.vllm.patches.stop_signal import ShutdownSignal, drain_s
 
 
 @pytest.fixture

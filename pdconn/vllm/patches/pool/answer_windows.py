@@ -14,7 +14,9 @@ blocks of the last window are cached when a request ends, as vLLM would at a pla
 a hit at; they are evicted like others.  A hit ends where a block of every group does, so that up
 to a block's tokens less one of the window are kept longer than attention needs them.
 
-Source: ``SingleTypeKVCacheManager.cache_blocks`` in vLLM's ``v1/core``, 0.32 and 0.33.
+Used: ``BlockPool.cache_full_blocks``, as ``SingleTypeKVCacheManager.cache_blocks`` uses it.
+Checked at the start by :func:`check_answers`.
+Tested by ``tests/vllm/windows/test_answers.py``.
 """
 
 from __future__ import annotations
@@ -27,11 +29,22 @@ from typing import Any
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 
 from pdconn.vllm.blocks.kinds import kinds_of
-from pdconn.vllm.cache.partial import PartialBlocks
-from pdconn.vllm.cache.retention import has_room_to_keep, keep_more_tokens
+from pdconn.vllm.blocks.partial import PartialBlocks
+from pdconn.vllm.patches.live import Live, expect
+from pdconn.vllm.patches.pool.admitted_blocks import has_room_to_keep
+from pdconn.vllm.patches.pool.kept_windows import keep_more_tokens
 from registration.references import AttentionKind
 
 log = logging.getLogger("pdconn.vllm")
+
+SOURCES = {
+    "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": (226, 230),
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit": (
+        956,
+        969,
+    ),
+    "vllm.v1.core.kv_cache_coordinator:SpecGroup": (594, 602),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +145,21 @@ class AnswerWindows:
 def _are_whole(blocks: Sequence[Any], first: int, partial: int) -> bool:
     """Whether the blocks from ``first`` on are there, and behind block ``partial``."""
     return first > partial and not any(block.is_null for block in blocks[first:])
+
+
+def check_answers(live: Live) -> None:
+    """Whether the windows of a request that ends are found by a later one.
+
+    Raises:
+        ConfigError: they are not, or were found before.
+    """
+    end, answers = live.end, live.answers
+    if answers is None or not live.is_found:
+        return
+    look_up = live.manager.coordinator.find_longest_cache_hit_per_group
+    groups = [one.kv_cache_group_id for one in answers.managers.values()]
+    name = "BlockPool.cache_full_blocks, what a window's look-up finds"
+    with live.loaded(end) as request:
+        answers.keep_answer(request, end)
+    _, hits = look_up(live.request(end).block_hashes, end)
+    expect(name, [end] * len(groups), [hits[group] for group in groups])

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
+
 log = logging.getLogger(__name__)
 
 
@@ -31,8 +33,7 @@ class Quarantine:
 
     def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         """A rank's read can still write to these blocks.  Call it before the engine frees them."""
-        blocks = [self._pool.blocks[block] for block in block_ids]
-        self._pool.touch(blocks)
+        blocks = pin_blocks(self._pool, block_ids)
         self._held.setdefault(request_id, []).append(blocks)
         log.warning("pdconn: blocks quarantined: request=%s blocks=%d", request_id, len(blocks))
 
@@ -43,5 +44,5 @@ class Quarantine:
             return
         del self._ended[request_id]
         for blocks in self._held.pop(request_id):
-            self._pool.free_blocks(reversed(blocks))
+            unpin_blocks(self._pool, blocks)
         log.warning("pdconn: blocks out of quarantine: request=%s", request_id)

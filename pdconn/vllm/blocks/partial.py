@@ -10,7 +10,7 @@ smaller, or kernel blocks are handed over, that begins within a block of ours::
 
 vLLM caches block 4 by its hash all the same, as a whole.  A later prompt that shares 448 tokens
 would hit, and attend to rows before the pulled ones, which nobody wrote.  So such a block is
-taken for cached already, and is never found; nor is it saved to a store.
+never found (:mod:`pdconn.vllm.patches.pool.uncached_blocks`), nor is it saved to a store.
 """
 
 from __future__ import annotations
@@ -48,19 +48,3 @@ def joined(
         request: {**ours.get(request, {}), **theirs.get(request, {})}
         for request in {**ours, **theirs}
     }
-
-
-def never_cache(manager: Any, config: Any, request_id: str, blocks: PartialBlocks) -> None:
-    """Let vLLM take these blocks of a request, and those before, for cached already.
-
-    To be called before vLLM hears that the request was received, as it caches its blocks then.
-
-    Args:
-        manager: vLLM's ``KVCacheManager``.
-        config: vLLM's KV cache configuration.
-    """
-    for group, block in blocks.items():
-        of_group = manager.coordinator.single_type_managers[config.transfer_group_ids[group]]
-        if request_id in of_group.req_to_blocks:
-            known = of_group.num_cached_block.get(request_id, 0)
-            of_group.num_cached_block[request_id] = max(known, block + 1)

@@ -15,7 +15,9 @@ vLLM has the door for it, which it opens beside states alone: the scheduler asks
 connector then brings nothing.  Here the bound manager's method does the same beside windows,
 for requests whose pull is certain to come; all others get what they got before.
 
-Source: vLLM's ``v1/core/kv_cache_manager.py`` and ``v1/core/sched/scheduler.py``, 0.32 and 0.33.
+Replaced: ``get_computed_blocks_for_connector`` of the block manager of one engine.
+Checked at the start by :func:`check_hits`.
+Tested by ``tests/vllm/windows/test_lagging.py`` and ``tests/vllm/lends/test_held.py``.
 """
 
 from __future__ import annotations
@@ -29,9 +31,23 @@ from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdconn.vllm.blocks.kinds import kinds_of, may_lag
+from pdconn.vllm.patches.live import Live, expect
+from pdconn.vllm.patches.pool.kept_windows import has_window
+from pdconn.vllm.patches.pool.uncached_blocks import never_cache
 from registration.references import AttentionKind
 
 log = logging.getLogger("pdconn.vllm")
+
+SOURCES = {
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": (264, 266),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks_for_connector": (323, 330),
+    "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit_per_group": (
+        933,
+        943,
+    ),
+    "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit": (796, 806),
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": (558, 664),
+}
 
 _HOOK = "get_computed_blocks_for_connector"
 _PARAMETERS = (["request"], ["request", "max_cache_hit_length"])
@@ -49,13 +65,8 @@ def complete_windows(manager: Any, pulled_until: Callable[[Any], int]) -> bool:
     Returns:
         Whether the model has such groups, and the manager could be told.
     """
-    kinds = set(kinds_of(manager.kv_cache_config))
     coordinator = manager.coordinator
-    if AttentionKind.FULL not in kinds or not kinds & _WINDOWED or AttentionKind.STATE in kinds:
-        return False
-    if not isinstance(coordinator, HybridKVCacheCoordinator):
-        return False
-    if any(group.use_eagle for group in coordinator.attention_groups):
+    if not _lags(manager):
         return False
     agreed = getattr(manager, _HOOK, None)
     found = None if agreed is None else list(inspect.signature(agreed).parameters)
@@ -70,6 +81,16 @@ def complete_windows(manager: Any, pulled_until: Callable[[Any], int]) -> bool:
         return False
     setattr(manager, _HOOK, _Lookup(manager, agreed, pulled_until))
     return True
+
+
+def _lags(manager: Any) -> bool:
+    """Whether windows can hold less of a prompt than full attention, and no states are beside."""
+    kinds = set(kinds_of(manager.kv_cache_config))
+    if AttentionKind.FULL not in kinds or not kinds & _WINDOWED or AttentionKind.STATE in kinds:
+        return False
+    if not isinstance(manager.coordinator, HybridKVCacheCoordinator):
+        return False
+    return not any(group.use_eagle for group in manager.coordinator.attention_groups)
 
 
 class _Lookup:
@@ -111,7 +132,7 @@ def held_by_all(manager: Any, request: Any, num_local: int) -> int:
     config = manager.kv_cache_config
     if not may_lag(config) and not isinstance(getattr(manager, _HOOK), _Lookup):
         return num_local
-    agreed: int = manager.get_computed_blocks(request)[1]
+    agreed = agreed_tokens(manager, request)
     # A hit within a block is told to connectors without the part within it.
     size = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
     return min(num_local, agreed - agreed % size)
@@ -150,3 +171,70 @@ def _behind_the_last_hit(blocks: Sequence[Any]) -> int:
         if block.block_hash is not None:
             return at
     return 0
+
+
+def agreed_tokens(manager: Any, request: Any) -> int:
+    """Tokens of a request's prompt that every group holds now."""
+    return int(manager.get_computed_blocks(request)[1])
+
+
+def agreed_hit(manager: Any, request: Any, limit: int) -> tuple[Sequence[Sequence[Any]], int]:
+    """Blocks by vLLM's groups, and tokens up to ``limit``, that every group holds of a request."""
+    found, tokens, *_ = manager.coordinator.find_longest_cache_hit(request.block_hashes, limit)
+    return found, int(tokens)
+
+
+def check_hits(live: Live) -> None:
+    """Whether look-ups find what was computed, and say how much each group holds of it.
+
+    Raises:
+        ConfigError: naming the look-up that works in another way.
+    """
+    coordinator, end = live.manager.coordinator, live.end
+    if isinstance(coordinator, HybridKVCacheCoordinator):
+        name = "HybridKVCacheCoordinator.attention_groups, use_eagle"
+        said = any(group.use_eagle is True for group in coordinator.attention_groups)
+        expect(name, any(one.use_eagle for one in live.cached), said)
+    if not live.is_found:
+        return
+    with live.computed(end) as request:
+        tables = [list(one.req_to_blocks[request.request_id]) for one in live.managers]
+    other = live.request(live.tokens)
+    expect("KVCacheManager.get_computed_blocks", end, agreed_tokens(live.manager, other))
+    found, tokens = agreed_hit(live.manager, other, end)
+    expect("KVCacheCoordinator.find_longest_cache_hit", end, tokens)
+    for hit, table in zip(found, tables, strict=True):
+        numbers = {block.block_id for block in hit if not block.is_null}
+        strange = sorted(numbers - {block.block_id for block in table})
+        expect("KVCacheCoordinator.find_longest_cache_hit, other blocks", [], strange)
+    live.forget()
+    kinds = set(kinds_of(live.manager.kv_cache_config))
+    # A chunk holds everything of what ends where it does.
+    if live.num_segments > 1 and _lags(live.manager) and AttentionKind.SLIDING_WINDOW in kinds:
+        _check_a_lagging_window(live)
+
+
+def _check_a_lagging_window(live: Live) -> None:
+    """Whether full attention's hit is found where windows hold nothing, and is told from theirs."""
+    manager, half, whole = live.manager, live.segment, 2 * live.segment
+    config = manager.kv_cache_config
+    windows = {
+        at: half // live.managers[group].block_size - 1
+        for at, group in enumerate(config.transfer_group_ids)
+        if has_window(live.managers[group])
+    }
+    with live.loaded(half) as request:
+        never_cache(manager, config, request.request_id, windows)
+        manager.cache_blocks(request, half)
+    agreed = getattr(type(manager), _HOOK).__get__(manager)
+    hit, full, *others = _Lookup(manager, agreed, lambda request: whole + 1)(
+        live.request(live.tokens)
+    )
+    name = "HybridKVCacheCoordinator.find_longest_cache_hit_per_group"
+    expect(f"{name}, full attention", [half, 0, True], [full, *others])
+    with live.loaded(whole, hit=hit, held=half) as request:
+        blocks = manager.get_blocks(request.request_id).blocks
+        held = held_tokens(config, blocks, half)
+    kinds = list(kinds_of(config))
+    expected = [half if kind is AttentionKind.FULL else 0 for kind in kinds]
+    expect("KVCacheManager.allocate_slots, tokens held by group", expected, list(held))

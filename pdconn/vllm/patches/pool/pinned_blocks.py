@@ -1,0 +1,77 @@
+"""Blocks that are pinned in vLLM's block pool, by a reference of our own.
+
+vLLM gives a block away again once its last reference is dropped.  It has no hook by which a
+connector keeps blocks of a request that is over, other than to keep the request, for which the
+engine goes on stepping.  So leases, saves, prefixes and reads that hang hold references, as
+another request would that hits the same blocks::
+
+    free list      1 2 3 4 5 6 …        ref_cnt of 2 and 3
+    a request      1 · · 4 5 6          1
+    pin 2 3        1 · · 4 5 6          2
+    its end        1 · · 4 5 6          1       without the pin they could be anybody's now
+    unpin 3 2      … 3 2 … or at the end, as long as they are found by their hashes
+
+Nothing is replaced.  A block is known by its number, which is its place in ``BlockPool.blocks``.
+
+Read: ``BlockPool.blocks``, ``touch``, ``free_blocks``, ``get_num_free_blocks``, ``num_gpu_blocks``
+and ``KVCacheBlock.ref_cnt``.
+Checked at the start by :func:`check_pins`.  Tested by ``tests/vllm/lends/test_pins.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pdconn.vllm.patches.live import Live, expect
+
+SOURCES = {
+    "vllm.v1.core.block_pool:BlockPool.touch": (752, 792),
+    "vllm.v1.core.block_pool:BlockPool.free_blocks": (774, 816),
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": (868, 912),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": (176, 162),
+}
+
+
+def pin_blocks(pool: Any, numbers: Iterable[int]) -> list[Any]:
+    """Hold a reference to each of these blocks, which are in use, or were not given away since."""
+    blocks = [pool.blocks[number] for number in numbers]
+    pool.touch(blocks)
+    return blocks
+
+
+def unpin_blocks(pool: Any, blocks: Sequence[Any]) -> None:
+    """Drop these references: tail first, so that the head of a prefix stays cached longest."""
+    pool.free_blocks(reversed(blocks))
+
+
+def is_used_by_others(pool: Any, pinned: Iterable[Iterable[Any]]) -> bool:
+    """Whether anyone holds a reference to a block beside these pins; then vLLM resets nothing."""
+    counts = Counter(block.block_id for held in pinned for block in held)
+    used = pool.num_gpu_blocks - pool.get_num_free_blocks()
+    is_shared = any(pool.blocks[block].ref_cnt > count for block, count in counts.items())
+    return bool(is_shared or used - 1 > len(counts))  # the null block is always in use
+
+
+def check_pins(live: Live) -> None:
+    """Whether a pinned block stays in use behind its request's end, and not any longer.
+
+    Raises:
+        ConfigError: naming the method of the pool that works in another way.
+    """
+    pool = live.pool
+    expect("null block", (0, True), (pool.null_block.block_id, pool.null_block.is_null))
+    free = pool.get_num_free_blocks()
+    with live.computed(live.tokens) as request:
+        numbers = [block.block_id for block in live.blocks(request)]
+        expect("BlockPool.get_num_free_blocks", free - len(numbers), pool.get_num_free_blocks())
+        pinned = pin_blocks(pool, numbers)
+        expect("BlockPool.blocks", numbers, [block.block_id for block in pinned])
+        expect("BlockPool.touch", {2}, {block.ref_cnt for block in pinned})
+        expect("KVCacheBlock.ref_cnt", True, is_used_by_others(pool, [pinned]))
+    expect("BlockPool.touch", free - len(numbers), pool.get_num_free_blocks())
+    name = "BlockPool.get_num_free_blocks, of num_gpu_blocks: used by others than us"
+    expect(name, False, is_used_by_others(pool, [pinned]))
+    unpin_blocks(pool, pinned)
+    expect("BlockPool.free_blocks", free, pool.get_num_free_blocks())

@@ -1,0 +1,58 @@
+"""Which block holds a state, and at which token a pass ends so that it holds one.
+
+With prefix caching (``align``) a state is kept where a pass ends, in the block at that place of the
+request's table, which is marked with the tokens that the state has seen; all others are holes, or
+are written over.  The store reads states there (:mod:`pdconn.vllm.store.states`), and asks for a
+pass to end where a prompt parts from those that it has saved.  vLLM has no hook for that; it ends
+one where its own cache saw another prompt part, and is told the same way.
+
+Written: ``Request.shared_prefix_boundary``.
+Read: blocks by their place, and ``KVCacheManager.take_boundary_state_offloads``, which connectors
+are given with each step.
+Checked at the start by :func:`check_states`.  Tested by ``tests/vllm/store/test_states.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdconn.vllm.blocks.kinds import is_state
+from pdconn.vllm.patches.live import Live, expect
+
+SOURCES = {
+    "vllm.v1.core.single_type_kv_cache_manager:MambaManager.cache_blocks": (1961, 1978),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.take_boundary_state_offloads": (871, 880),
+    "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (443, 546),
+}
+
+
+def end_pass_at(request: Any, junction: int) -> None:
+    """Have vLLM end a pass over the prompt at ``junction``, as where its own cache saw one.
+
+    It is asked for in each look-up, which follows vLLM's own.
+    """
+    request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
+
+
+def check_states(live: Live) -> None:
+    """Whether the block at the place where a pass ends is marked with its tokens, and offered.
+
+    Raises:
+        ConfigError: naming what works in another way.
+    """
+    end = live.end
+    if not live.is_found:
+        return
+    live.manager.take_boundary_state_offloads()
+    with live.computed(end) as request:
+        offers = live.manager.take_boundary_state_offloads().get(request.request_id, [])
+        for one in live.cached:
+            spec = one.kv_cache_spec
+            if not is_state(spec) or spec.mamba_cache_mode != "align":
+                continue
+            block = one.req_to_blocks[request.request_id][end // one.block_size - 1]
+            expect("MambaManager.req_to_blocks, a hole where a pass ends", False, block.is_null)
+            marked = block.block_hash_num_tokens
+            expect("MambaManager.cache_blocks, tokens of a state", end, marked)
+            offer = (one.kv_cache_group_id, block.block_id, end)
+            expect(f"KVCacheManager.take_boundary_state_offloads, {offer}", True, offer in offers)

@@ -1,0 +1,133 @@
+"""vLLM's own scheduler, with our connector bound, over KV cache groups of every kind.
+
+``state_of`` tells everything that a test at the start may have changed, block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from pdconn.tools.lab.ports import free_ports
+from pdconn.vllm.patches.self_test import SelfTest
+from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
+from tests.vllm.patches.vllm_scheduler import Engine, engine_config, store_in, transfer_config
+
+FULL, WINDOW, CHUNK = GroupShape(16), GroupShape(16, 40), GroupShape(16, 32, is_chunk=True)
+STATE = GroupShape(16, is_state=True)
+
+KINDS: dict[str, tuple[GroupShape, ...]] = {
+    "full": (FULL,),
+    "two full": (FULL, GroupShape(32)),
+    "window": (FULL, WINDOW),
+    "window alone": (WINDOW,),
+    "long window": (FULL, GroupShape(16, 1 << 17)),
+    "windows of unequal blocks": (FULL, GroupShape(64, 100), GroupShape(32, 7)),
+    "window of one token": (FULL, GroupShape(16, 1)),
+    "chunk": (FULL, CHUNK),
+    "state": (FULL, STATE),
+    "states of larger blocks": (FULL, GroupShape(64, is_state=True)),
+    "state alone": (STATE,),
+    "state and window": (FULL, STATE, WINDOW),
+    "drafter": (FULL, WINDOW, GroupShape(16, eagle=True)),
+    "drafter alone": (GroupShape(16, eagle=True),),
+    "many": (FULL, *(GroupShape(16, 1000 + each) for each in range(30)), STATE),
+}
+
+
+def started(
+    shape: CacheShape,
+    role: str = "kv_both",
+    *,
+    store: Path | None = None,
+    longest: int = 4096,
+    is_caching: bool = True,
+    is_async: bool = True,
+    is_watched: bool = False,
+) -> Engine:
+    """An engine whose scheduler is built, and that has had no request.
+
+    Args:
+        shape: its groups, and its blocks.
+        role: vLLM's ``kv_role``.
+        store: the root of a store.
+        longest: tokens of the longest prompt.
+        is_caching: whether prefixes are cached.
+        is_async: whether steps overlap.
+        is_watched: with KV events, metrics of every block, and statistics.
+    """
+    from vllm.config import KVEventsConfig
+
+    [port] = free_ports(1)
+    extra: dict[str, Any] = {"side_channel_host": "127.0.0.1", "side_channel_port": port}
+    if store is not None:
+        extra["store"] = store_in(store)
+    config = engine_config(transfer_config(role, **extra), is_async=is_async)
+    tokens = math.lcm(*(group.block_tokens for group in shape.groups))
+    config.model_config.max_model_len = longest
+    config.cache_config.num_gpu_blocks = shape.num_blocks
+    config.cache_config.enable_prefix_caching = is_caching
+    config.cache_config.block_size = tokens
+    if shape.has_states:
+        config.cache_config.mamba_cache_mode = "align"
+    if is_watched:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        config.observability_config.kv_cache_metrics = True
+        config.observability_config.kv_cache_metrics_sample = 1.0
+    finest = shape.scheme.block_tokens
+    sizes = {"block_size": tokens, "hash_block_size": finest, "log_stats": is_watched}
+    return Engine(config, shape.config(), **sizes)
+
+
+def self_test(engine: Engine) -> None:
+    """As the engine runs it once its workers are registered; runs it again if asked again."""
+    ours = engine.connector._scheduler
+    tested: SelfTest = ours._self_test
+    tested._is_over = False
+    tested.run_once(ours._answers)
+
+
+def state_of(engine: Engine) -> dict[str, Any]:
+    """All that the block manager, its pool and the scheduler hold, block by block."""
+    scheduler = engine.scheduler
+    manager = scheduler.kv_cache_manager
+    pool, managers = manager.block_pool, manager.coordinator.single_type_managers
+    found: dict[str, Any] = {
+        "free list": _free_list(pool),
+        "number of free blocks": pool.get_num_free_blocks(),
+        "blocks": [repr(block) for block in pool.blocks],
+        "found by hash": dict(pool.cached_block_hash_to_block._cache),
+        "events": list(pool.kv_event_queue),
+        "watchers": [vars(pool.reset_prefix_cache)[each].copy() for each in ("before", "after")],
+    }
+    if pool.metrics_collector is not None:
+        found["metrics"] = repr(vars(pool.metrics_collector))
+    owners = {"scheduler": scheduler, "manager": manager, "pool": pool}
+    owners |= {f"group {number}": one for number, one in enumerate(managers)}
+    for name, owner in owners.items():
+        for attribute, value in vars(owner).items():
+            if attribute not in ("blocks", "cached_block_hash_to_block"):
+                found[f"{name}.{attribute}"] = id(value), _contents(value)
+    return found
+
+
+def _free_list(pool: Any) -> list[int]:
+    """Forwards, and back again."""
+    queue = pool.free_block_queue
+    numbers = []
+    block = queue.fake_free_list_head.next_free_block
+    while block is not queue.fake_free_list_tail:
+        numbers.append(block.block_id)
+        block = block.next_free_block
+    while block.prev_free_block is not queue.fake_free_list_head:
+        block = block.prev_free_block
+        numbers.append(block.block_id)
+    return numbers
+
+
+def _contents(value: Any) -> str:
+    plain = (bool, int, float, str, dict, set, list, tuple, deque)
+    is_plain = isinstance(value, plain) or type(value).__name__.endswith("Stats")
+    return repr(value)[:10_000] if is_plain else ""
