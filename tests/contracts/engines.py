@@ -51,7 +51,7 @@ from pdconn.sidechannel.security import Security
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
-from tests.vllm.producer.scheduler import Pool, untried
+from tests.vllm.lends.scheduler import Pool, untried
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HOST = "127.0.0.1"

@@ -48,7 +48,7 @@ from tests.contracts.engines import (
     engine_config,
     handshake,
 )
-from tests.vllm.producer.scheduler import Pool, untried
+from tests.vllm.lends.scheduler import Pool, untried
 
 PROMPT = list(range(100, 141))
 STATS = {"num_lmcache_cached_tokens": 0}

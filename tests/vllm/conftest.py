@@ -15,7 +15,7 @@ from tests.fakes.pair import Cache
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's, for every test below
     from pdconn.vllm.lends.lending import Lending
-    from tests.vllm.producer.scheduler import Clock, Pool
+    from tests.vllm.lends.scheduler import Clock, Pool
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from pdconn.sidechannel.security import Security, Unprotected
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.lends.lending import Lending
 from tests.fakes.pair import Cache
-from tests.vllm.producer.scheduler import Pool, request
+from tests.vllm.lends.scheduler import Pool, request
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other

@@ -28,8 +28,8 @@ with warnings.catch_warnings():
     from pdconn.vllm.metadata import PdMetadata
     from pdconn.vllm.store.storing import Storing
     from tests.fakes.simulated.hooks import allocated, every_group, finished, matched
-    from tests.vllm.store.test_engine_store import Pool
     from tests.vllm.store.test_extras import adapter
+    from tests.vllm.store.test_storing import Pool
     from tests.vllm.test_engine_thread import MANY, in_flight
 
 PATIENCE_S = 30.0

@@ -74,7 +74,7 @@ def build_scheduler(
         committer=lambda settled: make_committer(settled=settled),
         clock=clock,
         told=told,
-        describe=lambda place: keep_layout(settings, place, layout),
+        describe=partial(keep_layout, settings, layout=layout),
     )
     finder = Finder(layout, keeper.namespace, catalogue, sizes, settings.staging, clock)
     keeper.start()

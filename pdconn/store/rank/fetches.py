@@ -23,8 +23,8 @@ from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.errors import RowDamaged, RowMissing, StoreError
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.rank.copies import Copies
-from pdconn.store.rank.opened import OpenedRank
 from pdconn.store.rank.reports import StoreReports
+from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.staging import HostArea
 from pdconn.store.shelf.base import Shelf
 from transport import Spans

@@ -21,9 +21,8 @@ from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.errors import StoreError
 from pdconn.store.format.footer import checksum, encode_note, failed_note, row_nbytes
 from pdconn.store.rank.copies import Copies
-from pdconn.store.rank.opened import OpenedRank
 from pdconn.store.rank.reports import StoreReports
-from pdconn.store.rank.shares import OwnSlab, RowShare, joined_runs
+from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
 from pdconn.store.rank.staging import HostArea
 from pdconn.store.shelf.base import Shelf
 from transport.streams import StreamPoint

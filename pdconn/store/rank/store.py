@@ -44,9 +44,9 @@ from pdconn.store.rank.fetches import (
     RowRead,
     RowReader,
 )
-from pdconn.store.rank.opened import OpenedRank
 from pdconn.store.rank.reports import StoreReports
 from pdconn.store.rank.saves import RowWriter, SaveUnderWay, answer, refuse_save
+from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.staging import HostArea
 from pdconn.store.rank.task_threads import TaskThreads
 from pdconn.store.settings import StoreSettings

@@ -10,14 +10,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.base import Buffer, StoredPart
-from pdconn.store.shelf.fallocate import fallocate
 from pdconn.store.shelf.folders import (
     Folders,
     failure,
@@ -241,3 +242,27 @@ class FileParts:
             if error.errno not in _CANNOT_RESERVE:
                 raise
             os.ftruncate(fd, nbytes)
+
+
+def fallocate(fd: int, nbytes: int) -> None:
+    """Reserve the first ``nbytes`` of a file, which is as long afterwards: ``fallocate(2)`` itself.
+
+    ``os.posix_fallocate`` is not the same where the file system lacks the call (NFS before 4.2,
+    ramfs): glibc then writes a zero into each block that reads as zero.  It fails with EBADF on a
+    descriptor that cannot read, and undoes what another process writes between its read and write.
+
+    Raises:
+        OSError: no space, or the file system cannot reserve (EOPNOTSUPP).
+    """
+    call, offset = _fallocate(), 0
+    if call(fd, 0, offset, nbytes):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@functools.cache
+def _fallocate() -> ctypes._NamedFuncPointer:
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    call.restype = ctypes.c_int
+    return call

@@ -26,7 +26,6 @@ from collections.abc import Callable
 
 from pdconn.store.errors import FormatError, ShelfFailure
 from pdconn.store.format.names import RowKind, RowName
-from pdconn.store.shelf.private import check_private
 
 ROOT_VERSION = 1
 """Of the folders above; the rows have a version of their own."""
@@ -353,3 +352,43 @@ def open_root(root: str | os.PathLike[str]) -> None:
         raise failure("open the root", folder, error) from error
     if seen != expected:
         raise FormatError(path, expected, "no regular file" if seen is None else seen[:80])
+
+
+# Whose folders a root consists of: who may write there chooses KV that engines believe.  Rows are
+# checked against accidents and not against people: their checksums have no key.  So a root is held
+# to what the side channel asks of a secret's file.  What we make in it is for its owner alone; the
+# root itself may be listed by others, as mount points may.
+
+_FOLDERS_BELOW = ("rows", "parts", "budget")
+
+
+def check_private(root: str) -> None:
+    """See that nobody else can write to a root, or to a folder that we make in it.
+
+    Root of the machine may use anybody's folder; others their own, and root's.
+
+    Raises:
+        FormatError: naming the folder, its mode or owner, and what to do.
+        OSError: a folder cannot be looked at.
+    """
+    _check_owner(root, os.stat(root))
+    for name in _FOLDERS_BELOW:
+        path = os.path.join(root, name)
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(found.st_mode):  # anything else is not followed
+            _check_owner(path, found)
+
+
+def _check_owner(path: str, found: os.stat_result) -> None:
+    user, mode = os.geteuid(), stat.S_IMODE(found.st_mode)
+    if user not in (0, found.st_uid) and found.st_uid != 0:
+        expected = f"a folder of user {user} (chown, or a folder of its own below it)"
+        raise FormatError(f"store.root: {path}", expected, f"one of user {found.st_uid}")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        expected = (
+            "a folder that only its owner can write (chmod go-w, or a folder of its own below)"
+        )
+        raise FormatError(f"store.root: {path}", expected, f"mode {mode:04o}")

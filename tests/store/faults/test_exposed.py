@@ -9,7 +9,7 @@ import pytest
 
 from pdconn.store.errors import FormatError
 from pdconn.store.settings import read_store_settings
-from pdconn.store.shelf import private
+from pdconn.store.shelf import folders
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.tools.doctor.local.store import judge_store, read_store
 from tests.store.shelves.plain_rows import payload, row_name, save
@@ -68,7 +68,7 @@ def test_a_folder_of_another_user_is_refused(root: Path, owner: int, is_taken: b
 
     def check() -> None:
         os.seteuid(1234)
-        private.check_private(str(root))
+        folders.check_private(str(root))
 
     root.chmod(0o755)
     for above in list(root.parents)[:-2]:
@@ -88,7 +88,6 @@ def test_doctor_says_what_an_engine_would(root: Path) -> None:
 
 def test_taking_any_folder_is_caught(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: as it was."""
-    from pdconn.store.shelf import folders
 
     monkeypatch.setattr(folders, "check_private", lambda path: None)
     with pytest.raises(pytest.fail.Exception):

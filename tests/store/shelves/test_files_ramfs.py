@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.shelf import file_parts
-from pdconn.store.shelf.fallocate import fallocate
+from pdconn.store.shelf.file_parts import fallocate
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.shelves.plain_rows import PAGE, load, pages, payload, row_name
 from tests.store.shelves.system import in_child, mounted

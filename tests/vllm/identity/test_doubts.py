@@ -6,7 +6,7 @@ import pytest
 
 from pdconn.puller.commands import CancelPull, ClaimTicket
 from tests.fakes.simulated.hooks import allocated, finished, matched
-from tests.vllm.test_consumer import BLOCKS, consumer, kinds, request
+from tests.vllm.pulls.test_pulling import BLOCKS, consumer, kinds, request
 
 
 def test_an_engine_whose_weights_nothing_proves_computes_and_claims_nothing(

@@ -25,8 +25,8 @@ from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from pdconn.vllm.values import LendBack
 from tests.fakes.pair import Cache
 from tests.fakes.simulated.hooks import matched
+from tests.vllm.lends.scheduler import Clock, Pool, settle
 from tests.vllm.lends.test_prefixes import grant, request
-from tests.vllm.producer.scheduler import Clock, Pool, settle
 
 SAID = list(range(100, 164))
 TURN = {"do_remote_decode": True}

@@ -11,8 +11,8 @@ from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.pins import LeaseKind, LeasePins, LentShare
 from pdconn.vllm.lends.prompts import PromptShare
 from tests.fakes.simulated.hooks import finished
+from tests.vllm.lends.scheduler import Clock, Pool, settle
 from tests.vllm.lends.test_prefixes import PROMPT, asking, got, request
-from tests.vllm.producer.scheduler import Clock, Pool, settle
 
 HELD = 16
 

@@ -19,8 +19,8 @@ from pdconn.vllm.prompt import prefix_digest, prompt_digest
 from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from tests.fakes.simulated.hooks import allocated, finished, matched
 from tests.fakes.simulated.requests import vllm_request
-from tests.vllm.producer.scheduler import Pool
-from tests.vllm.test_consumer import kinds
+from tests.vllm.lends.scheduler import Pool
+from tests.vllm.pulls.test_pulling import kinds
 
 PROMPT = list(range(100, 140))
 HELD = 32

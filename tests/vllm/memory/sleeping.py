@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.fakes.simulated.requests import vllm_request
-from tests.vllm.producer.scheduler import Pool, untried
+from tests.vllm.lends.scheduler import Pool, untried
 from tests.vllm.runner.rig import LENT, PROMPT, PULLED, Cache, Steps
 from transport.testing.inprocess.network import InProcessNetwork
 

@@ -15,7 +15,7 @@ from shlex import quote
 
 from pdconn.store.errors import FormatError
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.private import check_private
+from pdconn.store.shelf.folders import check_private
 from pdconn.tools.doctor.findings import Finding, fault, note
 from pdconn.tools.doctor.local.limits import sized
 

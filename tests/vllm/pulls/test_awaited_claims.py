@@ -19,7 +19,7 @@ from pdconn.puller.commands import CancelPull, ClaimTicket, FailPull, ReadBlocks
 from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from tests.fakes.simulated.hooks import allocated, finished, half_of, matched
-from tests.vllm.test_consumer import BLOCKS, MAX_MODEL_LEN, PROMPT, kinds, request
+from tests.vllm.pulls.test_pulling import BLOCKS, MAX_MODEL_LEN, PROMPT, kinds, request
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -14,7 +14,7 @@ import torch
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.prompt import prompt_digest
-from tests.vllm.producer.scheduler import with_states
+from tests.vllm.lends.scheduler import with_states
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -13,7 +13,7 @@ from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.patches.request_writes import drop_wrong_params
 from pdconn.vllm.prompt import prompt_digest
 from tests.fakes.simulated.hooks import finished
-from tests.vllm.producer.scheduler import Pool, request, with_states
+from tests.vllm.lends.scheduler import Pool, request, with_states
 
 
 @pytest.mark.parametrize("params", ["text", 7, 10**5000, [], True], ids=lambda p: type(p).__name__)

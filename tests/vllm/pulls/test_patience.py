@@ -17,8 +17,8 @@ from pdconn.puller.commands import AbandonPull, CancelPull, ReadBlocks
 from pdconn.vllm.pulls.patience import LEAST_S, PULLS, UNKNOWN_S, PrefixPatience
 from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.simulated.hooks import allocated, matched
+from tests.vllm.lends.scheduler import Clock
 from tests.vllm.lends.test_prefixes import BLOCKS, HELD, computing, consumer, grant, lent
-from tests.vllm.producer.scheduler import Clock
 
 
 def taught(clock: Clock, compute_s: float, pull_s: float | None = None) -> PrefixPatience:

@@ -22,7 +22,7 @@ from pdconn.protocol.messages import (
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.lends.lending import Lending
 from tests.faults.raw_clients import RawReader
-from tests.vllm.producer.scheduler import Clock, Pool, request
+from tests.vllm.lends.scheduler import Clock, Pool, request
 
 
 def lending_port(params: dict[str, Any]) -> int:

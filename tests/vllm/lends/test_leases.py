@@ -14,7 +14,7 @@ from pdconn.protocol.messages import PROTOCOL_VERSION, Done, Hello, Reader, enco
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.lends.lending import Lending
-from tests.vllm.producer.scheduler import Clock, Pool, request, settle
+from tests.vllm.lends.scheduler import Clock, Pool, request, settle
 
 
 def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Pool) -> None:

@@ -1,1 +1,0 @@
-"""The prefill scheduler: what it lends and for how long, and which prompts it shortens."""
