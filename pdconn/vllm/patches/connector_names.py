@@ -16,8 +16,10 @@ from typing import Any
 from pdconn.vllm.nixl.registry import NAMES, REPLACED
 
 SOURCES = {
-    "vllm.distributed.kv_transfer.kv_connector.factory:"
-    "KVConnectorFactory.register_connector": (31, 31),
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.register_connector": (
+        31,
+        31,
+    ),
 }
 
 _MODULE, _CLASS = "pdconn.vllm", "PdconnConnector"

@@ -25,8 +25,10 @@ from transport.errors import FieldError
 
 SOURCES = {
     "vllm.config.vllm:VllmConfig.__post_init__": (1414, 1510),
-    "vllm.distributed.kv_transfer.kv_connector.factory:"
-    "KVConnectorFactory.get_connector_class": (97, 97),
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class": (
+        97,
+        97,
+    ),
 }
 
 _ASKS, _WITH = "get_connector_class", "kv_transfer_config"

@@ -39,8 +39,10 @@ log = logging.getLogger("pdconn.vllm")
 
 SOURCES = {
     "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": (226, 230),
-    "vllm.v1.core.single_type_kv_cache_manager:"
-    "SlidingWindowManager.find_longest_cache_hit": (956, 969),
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit": (
+        956,
+        969,
+    ),
     "vllm.v1.core.kv_cache_coordinator:SpecGroup": (594, 602),
 }
 

@@ -39,10 +39,14 @@ from pdconn.vllm.patches.pool.admitted_blocks import admit_more
 from registration.references import AttentionKind
 
 SOURCES = {
-    "vllm.v1.core.single_type_kv_cache_manager:"
-    "SingleTypeKVCacheManager.remove_skipped_blocks": (672, 682),
-    "vllm.v1.core.single_type_kv_cache_manager:"
-    "SlidingWindowManager.get_num_skipped_tokens": (1135, 1148),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks": (
+        672,
+        682,
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens": (
+        1135,
+        1148,
+    ),
     "vllm.v1.core.single_type_kv_cache_manager:"
     "ChunkedLocalAttentionManager.get_num_skipped_tokens": (1368, 1381),
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.remove_skipped_blocks": (429, 433),

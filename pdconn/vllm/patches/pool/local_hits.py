@@ -41,8 +41,10 @@ log = logging.getLogger("pdconn.vllm")
 SOURCES = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": (264, 266),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks_for_connector": (323, 330),
-    "vllm.v1.core.kv_cache_coordinator:"
-    "HybridKVCacheCoordinator.find_longest_cache_hit_per_group": (933, 943),
+    "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit_per_group": (
+        933,
+        943,
+    ),
     "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit": (796, 806),
     "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": (558, 664),
 }
