@@ -13,6 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.patches.self_test import SelfTest
 from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
@@ -20,7 +22,13 @@ from tests.vllm.patches.vllm_scheduler import Engine, engine_config, store_in, t
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        KVCacheGroupSpec,
+        MambaSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
 
 FULL, WINDOW, CHUNK = GroupShape(16), GroupShape(16, 40), GroupShape(16, 32, is_chunk=True)
 STATE = GroupShape(16, is_state=True)
@@ -54,6 +62,7 @@ def started(
     is_async: bool = True,
     is_watched: bool = False,
     further: int = 0,
+    has_scratch: bool = False,
 ) -> Engine:
     """An engine whose scheduler is built, and that has had no request.
 
@@ -67,6 +76,8 @@ def started(
         is_watched: with KV events, metrics of every block, and statistics.
         further: blocks of each state for drafts, and tokens that windows keep for them; below 0
             one of each state for a checkpoint.
+        has_scratch: beside the groups those that no look-up finds: one of which each request has
+            a single block, and a window that is computed anew.
     """
     from vllm.config import KVEventsConfig
 
@@ -90,6 +101,18 @@ def started(
     sizes = {"block_size": tokens, "hash_block_size": finest, "log_stats": is_watched}
     cache = shape.config()
     groups = [_with_further(group, further, is_caching) for group in cache.kv_cache_groups]
+    if has_scratch:
+        spec = CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=1, dtype=torch.uint8)
+        groups.append(KVCacheGroupSpec(["scratch"], spec))
+        window: Any = SlidingWindowMLASpec(
+            block_size=tokens,
+            num_kv_heads=1,
+            head_size=1,
+            dtype=torch.uint8,
+            sliding_window=24,
+            bounded_replay=True,
+        )
+        groups.append(KVCacheGroupSpec(["replayed"], window))
     return Engine(config, replace(cache, kv_cache_groups=groups), **sizes)
 
 
@@ -126,6 +149,7 @@ def drawn(rng: Random) -> tuple[CacheShape, dict[str, Any]]:
         "longest": rng.choice((32, 100, 2048, 100_000)),
         "is_async": rng.random() < 0.7,
         "is_caching": rng.random() < 0.85,
+        "has_scratch": rng.random() < 0.2,
         "further": rng.choice((0, 0, 1, 2, -1)),
     }
     return shape, how

@@ -82,11 +82,13 @@ def test_a_starting_engine_is_as_before_the_test(kind: str, start: Start, tmp_pa
         {"retention": 0},
         {"longest": 20},
         {"num_blocks": 4},
+        {"has_scratch": True},
+        {"kind": "full", "has_scratch": True},
     ],
     ids=str,
 )
 def test_engines_of_other_settings_start(how: dict[str, Any], start: Start) -> None:
-    engine = start(KINDS["window"], **how)
+    engine = start(KINDS[how.pop("kind", "window")], **how)
     before = state_of(engine)
     self_test(engine)
     assert state_of(engine) == before
