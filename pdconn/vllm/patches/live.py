@@ -260,8 +260,11 @@ def _is_state(manager: Any) -> bool:
 
 
 def _keeps_nothing(manager: Any) -> bool:
-    """Whether the token behind a computed one attends to none before it."""
-    return bool(manager.get_num_skipped_tokens(1) > 0)
+    """Whether a token attends to none before it, so that vLLM's look-ups want no block."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = manager.kv_cache_spec
+    return isinstance(spec, SlidingWindowSpec) and spec.sliding_window < 2
 
 
 def _state_of(owner: Any) -> dict[str, tuple[Any, Any]]:

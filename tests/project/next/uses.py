@@ -129,6 +129,9 @@ FITTING: dict[str, str] = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks_for_connector": (
         "a second argument, which ours passes on"
     ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": (
+        "an optional second argument, which we leave out"
+    ),
     "vllm.config:CacheConfig.cache_dtype": "more types, which peers compare by name",
     "vllm.config:SpeculativeConfig.kv_cache_dtype": "more types, which peers compare by name",
     "vllm.config:SpeculativeConfig.method": "other methods, which peers compare by name",

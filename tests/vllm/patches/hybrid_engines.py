@@ -6,14 +6,29 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
+
+import torch
 
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.patches.self_test import SelfTest
 from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
 from tests.vllm.patches.vllm_scheduler import Engine, engine_config, store_in, transfer_config
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        KVCacheGroupSpec,
+        MambaSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
 
 FULL, WINDOW, CHUNK = GroupShape(16), GroupShape(16, 40), GroupShape(16, 32, is_chunk=True)
 STATE = GroupShape(16, is_state=True)
@@ -46,6 +61,8 @@ def started(
     is_caching: bool = True,
     is_async: bool = True,
     is_watched: bool = False,
+    further: int = 0,
+    has_scratch: bool = False,
 ) -> Engine:
     """An engine whose scheduler is built, and that has had no request.
 
@@ -57,6 +74,10 @@ def started(
         is_caching: whether prefixes are cached.
         is_async: whether steps overlap.
         is_watched: with KV events, metrics of every block, and statistics.
+        further: blocks of each state for drafts, and tokens that windows keep for them; below 0
+            one of each state for a checkpoint.
+        has_scratch: beside the groups those that no look-up finds: one of which each request has
+            a single block, and a window that is computed anew.
     """
     from vllm.config import KVEventsConfig
 
@@ -78,7 +99,60 @@ def started(
         config.observability_config.kv_cache_metrics_sample = 1.0
     finest = shape.scheme.block_tokens
     sizes = {"block_size": tokens, "hash_block_size": finest, "log_stats": is_watched}
-    return Engine(config, shape.config(), **sizes)
+    cache = shape.config()
+    groups = [_with_further(group, further, is_caching) for group in cache.kv_cache_groups]
+    if has_scratch:
+        spec = CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=1, dtype=torch.uint8)
+        groups.append(KVCacheGroupSpec(["scratch"], spec))
+        window: Any = SlidingWindowMLASpec(
+            block_size=tokens,
+            num_kv_heads=1,
+            head_size=1,
+            dtype=torch.uint8,
+            sliding_window=24,
+            bounded_replay=True,
+        )
+        groups.append(KVCacheGroupSpec(["replayed"], window))
+    return Engine(config, replace(cache, kv_cache_groups=groups), **sizes)
+
+
+def _with_further(group: Any, further: int, is_caching: bool) -> Any:
+    spec = group.kv_cache_spec
+    if isinstance(spec, MambaSpec):
+        mode = "align" if is_caching else "none"
+        spec = replace(spec, mamba_cache_mode=mode, num_speculative_blocks=max(0, further))
+        spec = replace(spec, num_prefill_checkpoint_blocks=int(further < 0))
+    elif isinstance(spec, SlidingWindowSpec):
+        spec = replace(spec, extra_retained_tokens=max(0, further))
+    return replace(group, kv_cache_spec=spec)
+
+
+def drawn(rng: Random) -> tuple[CacheShape, dict[str, Any]]:
+    """Groups of any kinds and sizes, and settings of an engine that has them."""
+    block = rng.choice((8, 16, 32, 64))
+    windows = (2, 7, block, block + 1, 3 * block, 100, 4096)
+    kinds = rng.choices(("full", "window", "state"), (4, 3, 2), k=rng.randint(1, 4))
+    groups = []
+    for kind in kinds:
+        tokens = block * rng.choice((1, 1, 1, 2, 4))
+        window = rng.choice(windows) if kind == "window" else None
+        has_drafter = kind != "state" and rng.random() < 0.1
+        groups.append(GroupShape(tokens, window, has_drafter, is_state=kind == "state"))
+    if len({group.block_tokens for group in groups}) == 1 and rng.random() < 0.3:
+        chunk = groups[0].block_tokens * rng.choice((1, 2, 8))
+        groups.append(GroupShape(groups[0].block_tokens, chunk, is_chunk=True))
+    shape = CacheShape(
+        tuple(groups), rng.choice((20, 60, 400, 3000)), retention=rng.choice((None, None, 0))
+    )
+    how = {
+        "role": rng.choice(("kv_both", "kv_producer", "kv_consumer")),
+        "longest": rng.choice((32, 100, 2048, 100_000)),
+        "is_async": rng.random() < 0.7,
+        "is_caching": rng.random() < 0.85,
+        "has_scratch": rng.random() < 0.2,
+        "further": rng.choice((0, 0, 1, 2, -1)),
+    }
+    return shape, how
 
 
 def self_test(engine: Engine) -> None:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,7 @@ pytest.importorskip("vllm")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_coordinator import (
-        HybridKVCacheCoordinator,
-        KVCacheCoordinator,
-        SpecGroup,
-    )
+    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import (
@@ -37,9 +34,11 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request
 
     from pdconn.vllm.config import ConfigError
+    from pdconn.vllm.patches.live import Live
     from pdconn.vllm.patches.self_test import SelfTest
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
-    from tests.vllm.patches.hybrid_engines import KINDS, self_test, started, state_of
+    from tests.property.scale import at_least
+    from tests.vllm.patches.hybrid_engines import KINDS, drawn, self_test, started, state_of
     from tests.vllm.patches.vllm_scheduler import Engine
 
 Start = Callable[..., Engine]
@@ -83,14 +82,35 @@ def test_a_starting_engine_is_as_before_the_test(kind: str, start: Start, tmp_pa
         {"retention": 0},
         {"longest": 20},
         {"num_blocks": 4},
+        {"has_scratch": True},
+        {"kind": "full", "has_scratch": True},
     ],
     ids=str,
 )
 def test_engines_of_other_settings_start(how: dict[str, Any], start: Start) -> None:
-    engine = start(KINDS["window"], **how)
+    engine = start(KINDS[how.pop("kind", "window")], **how)
     before = state_of(engine)
     self_test(engine)
     assert state_of(engine) == before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_engines_of_drawn_caches_start(seed: int) -> None:
+    rng, segments = Random(seed), set()
+    for _ in range(at_least(15)):
+        shape, how = drawn(rng)
+        engine = started(shape, **how)
+        try:
+            before = state_of(engine)
+            self_test(engine)
+            assert state_of(engine) == before
+            manager = engine.scheduler.kv_cache_manager
+            segments.add(Live(manager, engine.scheduler, None).num_segments)
+        except ConfigError as error:
+            pytest.fail(f"{error}: {shape} {how}")
+        finally:
+            engine.close()
+    assert len(segments) > 1, "of all sizes"
 
 
 def test_nothing_is_counted_and_nothing_is_reported(start: Start) -> None:
@@ -371,6 +391,14 @@ def grouping_otherwise(right: Any) -> Any:
     return init
 
 
+def reading_by_a_drafter(right: Any) -> Any:
+    def init(self: Any, *args: Any, **more: Any) -> None:
+        right(self, *args, **more)
+        self.single_type_managers[0].use_eagle = True
+
+    return init
+
+
 def numbering_anew(right: Any) -> Any:
     def init(self: Any, *args: Any, **more: Any) -> None:
         right(self, *args, **more)
@@ -448,8 +476,8 @@ WRONG: dict[str, tuple[str, str, str, Change]] = {
         BEFORE, "window", "num_cached_block",
         wrong(SingleTypeKVCacheManager, "__init__", counting_elsewhere)),
     "groups do not say that a drafter reads them": (
-        AFTER, "drafter", "attention_groups, use_eagle",
-        lambda patch: patch.setattr(SpecGroup, "use_eagle", False)),
+        BEFORE, "window", "attention_groups, use_eagle",
+        wrong(HybridKVCacheCoordinator, "__init__", reading_by_a_drafter)),
     "groups say otherwise that a drafter reads them": (
         BEFORE, "window", "bind_kv_cache_manager.*AttributeError.*use_eagle",
         wrong(HybridKVCacheCoordinator, "__init__", grouping_otherwise)),

@@ -157,7 +157,8 @@ def check_answers(live: Live) -> None:
     if answers is None or not live.is_found:
         return
     look_up = live.manager.coordinator.find_longest_cache_hit_per_group
-    groups = [one.kv_cache_group_id for one in answers.managers.values()]
+    found = [one for one in answers.managers.values() if one in live.cached]
+    groups = [one.kv_cache_group_id for one in found]
     name = "BlockPool.cache_full_blocks, what a window's look-up finds"
     with live.loaded(end) as request:
         answers.keep_answer(request, end)
