@@ -8,7 +8,7 @@ Written: ``prompt_token_ids``, ``num_prompt_tokens``, ``_all_token_ids``, ``max_
 Read: tokens that were computed, tokens in flight, and all that would be overlooked without
 (:data:`NEEDED`).
 Checked at the start by :func:`check_requests`.
-Tested by ``tests/vllm/patches/test_request_writes.py``, and by ``tests/vllm/producer``.
+Tested by ``tests/vllm/patches/test_request_writes.py``, and by ``tests/vllm/lends``.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ def self_test(engine: Engine) -> None:
     ours = engine.connector._scheduler
     tested: SelfTest = ours._self_test
     tested._is_over = False
-    tested.run_once(ours._answers)
+    pulling = ours.parts.pulling
+    tested.run_once(None if pulling is None else pulling.answer_windows)
 
 
 def state_of(engine: Engine) -> dict[str, Any]:

@@ -156,11 +156,10 @@ def test_it_is_run_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     self_test(engine)
     engine.add(40)
     engine.schedule()
-    ours = engine.connector._scheduler
-    ours._self_test.run_once(ours._answers)
-    ours._self_test._is_over = False
+    tested = engine.connector._scheduler._self_test
+    tested.run_once(None)
     with pytest.raises(ConfigError, match="starting engine"):
-        ours._self_test.run_once(ours._answers)
+        self_test(engine)
 
 
 def test_an_engine_that_binds_no_manager_is_refused() -> None:

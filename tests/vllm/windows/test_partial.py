@@ -101,7 +101,7 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
         request, 0, num_external_computed_tokens=499, delay_cache_blocks=True
     )
     name, pulling = request.request_id, Pulling(PullRules("here", True, True, 1000))
-    pulling._pulled._manager, pulling._pulled._answers = cache.manager, cache.answers
+    pulling._pulled._manager, pulling._pulled.answers = cache.manager, cache.answers
     pulling._tracked = {
         each: Tracked(None, None, None, pulling=True, over=each == "aborted")
         for each in (name, "aborted")
