@@ -96,6 +96,17 @@ class Box(Generic[T]):
         except IndexError:
             return items
 
+    def take_back(self, is_meant: Callable[[T], bool]) -> list[T]:
+        """Take what was put by the caller and no owner has taken yet; the rest keeps its order."""
+        found = []
+        for item in [item for item in list(self.items) if is_meant(item)]:
+            try:
+                self.items.remove(item)  # in one step: items are compared by identity
+            except ValueError:
+                continue  # an owner was quicker
+            found.append(item)
+        return found
+
     def take_one(self, timeout_s: float | None = None) -> T | None:
         """The next item, once there is one; None when the time is over or the box is closed."""
         until = None if timeout_s is None else time.monotonic() + timeout_s

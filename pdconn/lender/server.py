@@ -118,7 +118,7 @@ class Lender(Closing):
         )
         self._clock = clock
         self._inbox: SelectedBox[EngineCommand] = SelectedBox()
-        self._outbox: Box[_Turn | ThreadDied] = Box()
+        self._outbox: Box[_LenderTurn | ThreadDied] = Box()
         self._freed: list[FreedLease] = []
         self._counts: Counter[str] = Counter()
         self._broken: str | None = None
@@ -199,7 +199,7 @@ class Lender(Closing):
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _LenderTurn:
     """What ended and what was counted in a turn of the lender's thread."""
 
     freed: list[FreedLease]
@@ -241,7 +241,7 @@ class _LenderLoop:
     def __init__(
         self,
         inbox: SelectedBox[EngineCommand],
-        outbox: Box[_Turn | ThreadDied],
+        outbox: Box[_LenderTurn | ThreadDied],
         door: _Door,
         welcome: Welcome,
         *,
@@ -330,7 +330,7 @@ class _LenderLoop:
         """Move what ended and what was counted to the engine's thread."""
         freed, counts = self._sessions.freed, self._sessions.counts
         if freed or counts:
-            self._outbox.put(_Turn(freed.copy(), dict(counts)))
+            self._outbox.put(_LenderTurn(freed.copy(), dict(counts)))
             freed.clear()
             counts.clear()
 

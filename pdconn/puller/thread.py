@@ -51,7 +51,7 @@ class _Delayed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _PullerTurn:
     """What a turn of the puller's thread reports and counts."""
 
     reports: list[Report]
@@ -99,7 +99,7 @@ class Puller(Closing):
         clock: Callable[[], float] = steady,
     ) -> None:
         self._inbox: SelectedBox[_Posted] = SelectedBox()
-        self._outbox: Box[_Turn | ThreadDied] = Box()
+        self._outbox: Box[_PullerTurn | ThreadDied] = Box()
         self._reports: list[Report] = []
         self._counts: Counter[str] = Counter()
         self._num_unreported = 0
@@ -202,7 +202,7 @@ class _PullerLoop:
     def __init__(
         self,
         inbox: SelectedBox[_Posted],
-        outbox: Box[_Turn | ThreadDied],
+        outbox: Box[_PullerTurn | ThreadDied],
         *,
         selector: selectors.BaseSelector,
         dialer: SocketDialer,
@@ -304,7 +304,7 @@ class _PullerLoop:
     def _report(self) -> None:
         """Let the engine have what the pulls report and count."""
         pulls = self._pulls
-        turn = _Turn(pulls.reports.copy(), dict(pulls.counts))
+        turn = _PullerTurn(pulls.reports.copy(), dict(pulls.counts))
         pulls.reports.clear()
         pulls.counts.clear()
         if turn.reports:

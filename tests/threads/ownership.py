@@ -20,10 +20,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+from pdconn.store.rank.staging import HostArea
+from pdconn.store.shelf.transfer import RecentRows
 from pdconn.threads import AmountBox, Box, Worker
 
 PACKAGES = ("pdconn.", "transport.", "registration.")
-_ENDS = (Box, Worker, AmountBox)
+_ENDS = (Box, Worker, AmountBox, HostArea, RecentRows)
+"""Staging is memory as KV is: which of its bytes are whose travels in the boxes.  Which files a
+process used last is the process's, as its page cache is, and has a lock."""
 _LOCKS = (
     type(threading.Lock()),
     type(threading.RLock()),

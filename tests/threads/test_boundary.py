@@ -6,6 +6,7 @@ boxes carry is reached from the side that has it now, and no lock is needed anyw
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from pdconn.store.settings import StoreSettings
 from pdconn.threads import Box, Worker
 from tests.fakes.pair import Pair
+from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 from tests.threads.inside import loop_of
 from tests.threads.ownership import Side, locks, shared, sides_of
 
@@ -92,18 +95,62 @@ def test_values_and_boxes_are_shared_freely() -> None:
     assert not Side.of("s", (worker, box, "text", 1)).reached
 
 
-THREADING = {
-    "pdconn/threads.py": "boxes and workers",
-}
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FakeEngine]:
+    """An engine's store after rows were saved, loaded, missed and dropped."""
+    settings = StoreSettings(
+        str(tmp_path / "root"), 1 << 30, staging=8 << 20, block_tokens=64, min_tokens=1
+    )
+    engine = FakeEngine(settings, Model(), Shape(tp=2), budget=None)
+    until_ready(engine)
+    for prompt in (range(300), range(300), range(1000, 1300)):
+        assert engine.run(list(prompt)).wrong == 0
+        engine.settle()
+    yield engine
+    engine.close()
+
+
+def test_a_store_and_its_threads_in_the_scheduler_share_nothing(store: FakeEngine) -> None:
+    sides = sides_of(store.store)
+    assert {side.name for side in sides} == {
+        "StoreScheduler", "pdconn-store-keeper", "pdconn-store-lookup",
+    }  # fmt: skip
+    assert shared(sides) == []
+    assert locks(sides) == []
+
+
+def test_a_rank_of_a_store_and_its_threads_share_nothing(store: FakeEngine) -> None:
+    sides = sides_of(store.rank_stores[0])
+    assert {side.name for side in sides} == {
+        "RankStore", "pdconn-store-read-0", "pdconn-store-read-1", "pdconn-store-write",
+    }  # fmt: skip
+    assert all(len(side.reached) > 5 for side in sides), "the walk reaches what threads began with"
+    assert shared(sides) == []
+    assert locks(sides) == []
+
+
+def test_what_two_threads_of_a_store_reach_is_found(store: FakeEngine) -> None:
+    """Negative controls, as it was: the catalogue of two threads, and what is being saved."""
+    keeper = loop_of(store.store._keeper)
+    lookups = loop_of(store.store._lookups)
+    before, keeper._catalogue = keeper._catalogue, lookups._finder.catalogue
+    assert shared(sides_of(store.store)) != []
+    keeper._catalogue = before
+    keeper.settle = store.store._keeper._saving.discard
+    assert shared(sides_of(store.store)) != []
+
+
+LIBRARIES = ("pdconn/store/shelf/obj/bucket.py", "pdconn/store/shelf/transfer.py")
+THREADING = {"pdconn/threads.py", *LIBRARIES}
+"""Boxes and workers; and what locks a library that all threads of a process share."""
+ROOMS = ("puller", "lender", "sidechannel", "faults", "store", "integrity", "threads.py")
 
 
 def test_only_boxes_and_workers_have_locks_and_threads() -> None:
-    """Of the rooms whose threads are workers."""
-    rooms = ("puller", "lender", "sidechannel", "faults")
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for room in rooms
-        for path in (ROOT / "pdconn" / room).rglob("*.py")
-        if "import threading" in path.read_text(encoding="utf-8")
-    }
-    assert found - set(THREADING) <= {"pdconn/sidechannel/quiet_log.py"}
+    found = set()
+    for room in ROOMS:
+        path = ROOT / "pdconn" / room
+        for file in path.rglob("*.py") if path.is_dir() else [path]:
+            if re.search(r"^(import|from) (threading|queue)\b", file.read_text("utf-8"), re.M):
+                found.add(file.relative_to(ROOT).as_posix())
+    assert found == THREADING

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.engine.lookups import Extras, Lookup
+from pdconn.store.engine.lookups import Extras, Lookup, LookupAnswer
 from pdconn.store.engine.saves import Saving
 from pdconn.store.format.names import RowName
 
@@ -46,13 +46,13 @@ class StoredRequest:
     is_cut: bool = False
     known_extras: Sequence[bytes] | None = None
 
-    def learn(self, lookup: Lookup) -> None:
+    def learn(self, answer: LookupAnswer) -> None:
         """Take over keys, and where the prompt parts from those saved, from a look-up done."""
-        self.known_extras = lookup.known_extras
-        if len(lookup.chain.keys) > len(self.saving.chain.keys):
-            self.saving.chain = lookup.chain
-        if lookup.full and self.saving.junction is None:
-            self.saving.junction = lookup.full - 1
+        self.known_extras = answer.known_extras
+        if len(answer.chain.keys) > len(self.saving.chain.keys):
+            self.saving.chain = answer.chain
+        if answer.full and self.saving.junction is None:
+            self.saving.junction = answer.full - 1
 
     def extend(self, until: int) -> bool:
         """Hash as far as ``until`` tokens, of the answer too; whether the request has keys at all.
@@ -66,9 +66,9 @@ class StoredRequest:
         self.saving.chain = self.saving.chain.extended(self.tokens, until, self.known_extras)
         return True
 
-    def is_first_cut(self, lookup: Lookup) -> bool:
+    def is_first_cut(self, answer: LookupAnswer) -> bool:
         """Whether staging held less than a look-up found, for the first time of this request."""
-        is_first = lookup.cut_nbytes > 0 and not self.is_cut
+        is_first = answer.cut_nbytes > 0 and not self.is_cut
         self.is_cut = self.is_cut or is_first
         return is_first
 
@@ -79,11 +79,11 @@ class StoredRequest:
 
     def awaits_keys(self) -> bool:
         """Whether it is being computed and what its keys depend on is not known yet."""
-        is_asked = self.lookup is not None and not self.lookup.done.is_set()
+        is_asked = self.lookup is not None and self.lookup.answer is None
         if self.stage is LoadStage.LOOKING and self.lookup is not None:
-            if is_asked:
+            if self.lookup.answer is None:
                 return True
-            self.learn(self.lookup)
+            self.learn(self.lookup.answer)
             self.stage = LoadStage.OVER
         if self.known_extras is None and not self.reads_files:
             self.known_extras = self.extras()

@@ -36,7 +36,7 @@ from pdconn.store.commands import (
 )
 from pdconn.store.engine.commits import SaveBatch
 from pdconn.store.engine.keeper import Keeper
-from pdconn.store.engine.lookups import Extras, Lookup, LookupThread
+from pdconn.store.engine.lookups import Extras, LookupAnswer, Lookups
 from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, LoadPatience
 from pdconn.store.engine.requests import LoadStage, RequestFetch, Save, StoredRequest
 from pdconn.store.engine.saves import RowBlocks, Saving, block_lists, rows_to_save
@@ -68,7 +68,7 @@ class StoreScheduler:
         opening: OpenStore,
         spacing: Spacing,
         blocks: RowBlocks,
-        lookups: LookupThread,
+        lookups: Lookups,
         keeper: Keeper,
         clock: Callable[[], float],
     ) -> None:
@@ -153,7 +153,7 @@ class StoreScheduler:
         )
         self.counts["store_hits"] += 1
         self.counts["store_hit_tokens"] += len(need)
-        self._keeper.touch(fetch.rows)
+        self._keeper.rows_used(fetch.rows)
         return True
 
     def fail(self, request: str) -> None:
@@ -212,6 +212,7 @@ class StoreScheduler:
         if after // self._layout.block_tokens <= stored.saving.next_block:
             return None
         now = self._clock()
+        self._lookups.take_answers()
         if stored.is_unasked() and not self._patience.is_hung:
             self._look_up(stored, stored.num_prompt_tokens - 1, 0, now)
         if stored.awaits_keys():
@@ -226,6 +227,7 @@ class StoreScheduler:
 
     def take_commands(self) -> list[StoreCommand]:
         """This step's commands for the ranks, in order."""
+        self._keeper.take_reports()
         commands, self._commands = self._commands, []
         return commands
 
@@ -236,7 +238,7 @@ class StoreScheduler:
             if isinstance(result, FetchResult):
                 self._fetched(result)
             elif isinstance(result, SaveFailed):
-                self._keeper.not_saved(result.part)
+                self._keeper.part_not_saved(result.part)
             elif (left := self._saves.get(result.number, 0) - 1) > 0:
                 self._saves[result.number] = left
             elif self._saves.pop(result.number, None) is not None:
@@ -298,40 +300,44 @@ class StoreScheduler:
     def _look_up(self, stored: StoredRequest, limit: int, held: int, now: float) -> None:
         stored.stage, stored.since = LoadStage.LOOKING, now
         stored.tries += 1
-        stored.lookup = Lookup(stored.tokens, stored.extras, limit, held, stored.saving.chain)
-        self._lookups.post(stored.lookup)
+        chain = stored.saving.chain
+        stored.lookup = self._lookups.look_up(stored.tokens, stored.extras, limit, held, chain)
 
     def _looking(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
-        lookup = stored.lookup
-        assert lookup is not None
-        if not lookup.done.is_set():
+        assert stored.lookup is not None
+        self._lookups.take_answers()
+        answer = stored.lookup.answer
+        if answer is None:
             if not self._patience.is_over(stored.request, now - stored.since, LOOKUP_S, now):
                 return None
             self.counts["store_late"] += 1
             return self._over(stored)
-        if lookup.has_asked:
+        if answer.has_asked:
             self._patience.answered()
-        stored.learn(lookup)
-        stored.may_load = lookup.is_storable
-        if stored.is_first_cut(lookup):
+        stored.learn(answer)
+        stored.may_load = answer.is_storable
+        if stored.is_first_cut(answer):
             self.counts["store_cut"] += 1
-        if lookup.boundary - num_local < self._least():
+        if answer.boundary - num_local < self._least():
             self.counts["store_misses"] += 1
             return self._over(stored)
-        if lookup.held != num_local:  # blocks of the local hit came or went meanwhile
+        held = stored.lookup.question.held
+        if held != num_local:  # blocks of the local hit came or went meanwhile
             return self._again(stored, num_local, now)
-        return self._fetch(stored, lookup, now)
+        return self._fetch(stored, answer, held, now)
 
     def _again(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
         if stored.tries >= _TRIES or stored.lookup is None:
             self.counts["store_misses"] += 1
             return self._over(stored)
-        self._look_up(stored, stored.lookup.limit, num_local, now)
+        self._look_up(stored, stored.lookup.question.limit, num_local, now)
         return None
 
-    def _fetch(self, stored: StoredRequest, lookup: Lookup, now: float) -> int | None:
+    def _fetch(
+        self, stored: StoredRequest, answer: LookupAnswer, held: int, now: float
+    ) -> int | None:
         number = self._number + 1
-        offset = self._space.take(number, self._keeper.sizes.of_rows(lookup.rows))
+        offset = self._space.take(number, self._keeper.sizes.of_rows(answer.rows))
         if offset is None:
             if now - stored.since > LOOKUP_S:
                 self.counts["store_no_room"] += 1
@@ -340,9 +346,9 @@ class StoreScheduler:
         self._number = number
         stored.stage, stored.fetch, stored.since = LoadStage.FETCHING, number, now
         self._fetches[number] = RequestFetch(
-            stored.request, lookup.boundary, lookup.held, lookup.rows, self._num_ranks, now
+            stored.request, answer.boundary, held, answer.rows, self._num_ranks, now
         )
-        self._commands.append(Fetch(number, offset, lookup.rows))
+        self._commands.append(Fetch(number, offset, answer.rows))
         return None
 
     def _fetching(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
@@ -373,7 +379,7 @@ class StoreScheduler:
         if not fetch.is_dropped:
             self._patience.answered()
         if fetch.missing or fetch.damaged:
-            self._keeper.failed(fetch.missing - fetch.damaged, fetch.damaged)
+            self._keeper.rows_failed(fetch.missing - fetch.damaged, fetch.damaged)
         if fetch.is_dropped:
             self._forget(result.number)
 
@@ -393,7 +399,7 @@ class StoreScheduler:
     def _save(self, names: list[RowName], ids: Callable[[], tuple[list[int], ...]]) -> Save | None:
         by_group = ids()
         names = [name for name in names if self._blocks.has_all(name, by_group)]
-        names = self._keeper.admitted(names)
+        names = self._keeper.admit_rows(names)
         if not names:
             return None
         self._number += 1
@@ -401,5 +407,5 @@ class StoreScheduler:
         blocks = block_lists(self._blocks, names, by_group)
         self._saves[self._number] = self._num_ranks
         self._commands.append(SaveRows(self._number, blocks, rows))
-        self._keeper.add(SaveBatch(self._opening.namespace, rows))
+        self._keeper.add_batch(SaveBatch(self._opening.namespace, rows))
         return Save(self._number, blocks, tuple(names))
