@@ -220,6 +220,37 @@ def test_what_is_put_first_is_taken_first_and_in_order() -> None:
     assert [box.take_one(), *box.take()] == [1, 2, 3, 4]
 
 
+class Item:
+    """Told from others by identity."""
+
+
+def test_what_is_taken_back_is_taken_by_nobody_and_the_rest_keeps_its_order() -> None:
+    box: Box[Item] = Box()
+    items = [Item() for _ in range(6)]
+    box.put_all(items)
+    assert box.take_one() is items[0]
+    assert box.take_back(lambda item: item in items[0:6:2]) == [items[2], items[4]]
+    assert box.take() == [items[1], items[3], items[5]]
+
+
+def test_each_item_goes_to_an_owner_or_back_and_to_one_of_them() -> None:
+    box: Box[Item] = Box()
+    items = [Item() for _ in range(4000)]
+    box.put_all(items)
+    taken: list[Item] = []
+
+    def take_all() -> None:
+        while (item := box.take_one(0.0)) is not None:
+            taken.append(item)
+
+    owner = threading.Thread(target=take_all)
+    owner.start()
+    back = box.take_back(lambda item: True)
+    owner.join()
+    assert len(taken) + len(back) == len(items)
+    assert {*taken, *back} == set(items)
+
+
 def test_all_sleeping_owners_are_woken_for_as_many_items() -> None:
     box: Box[int] = Box()
     both = threading.Barrier(3)
