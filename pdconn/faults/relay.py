@@ -18,7 +18,6 @@ import itertools
 import logging
 import selectors
 import socket
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from random import Random
 from pdconn.faults.frames import HOLD_S, FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe, PipeLost
 from pdconn.sidechannel.dial import connecting_to, resolve
-from pdconn.sidechannel.thread_queues import WakeupQueue
+from pdconn.threads import Box, SelectedBox, Worker
 
 log = logging.getLogger(__name__)
 
@@ -98,31 +97,26 @@ class Relay:
         self._hold_s = hold_s
         self._numbers = itertools.count()
         self._links: set[_Link] = set()
-        self._stopping = False
         self.counts: Counter[str] = Counter()
-        self._queue: WakeupQueue[None] = WakeupQueue()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._listener.setblocking(False)
         self.host, self.port = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._run, name="pdconn-relay", daemon=True)
-        self._thread.start()
+        self._inbox: SelectedBox[None] = SelectedBox()
+        self._worker = Worker("pdconn-relay", self._run, self._inbox, Box())
+        self._worker.start()
 
     def close(self) -> None:
         """Close every connection and end the thread.  A second call does nothing."""
-        self._stopping = True
-        self._queue.wake()
-        self._thread.join()
-        self._queue.close()
+        self._worker.end()
+        self._inbox.free_sockets()
 
     def _run(self) -> None:
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
-            self._selector.register(self._queue.socket, selectors.EVENT_READ)
-            while not self._stopping:
+            self._selector.register(self._inbox.socket, selectors.EVENT_READ)
+            while not self._inbox.is_closed:
                 self._turn()
-        except Exception:
-            log.critical("pdconn: relay thread died", exc_info=True)
         finally:
             for link in list(self._links):
                 self._drop(link)
@@ -134,8 +128,8 @@ class Relay:
         for key, events in self._selector.select(self._timeout_s()):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is self._queue.socket:
-                self._queue.drain()
+            elif key.fileobj is self._inbox.socket:
+                self._inbox.drain()
             elif events & selectors.EVENT_READ:
                 readable[key.data].append(key.fileobj)
         for link in list(self._links):

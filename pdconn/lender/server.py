@@ -3,14 +3,13 @@
 It owns the leases.  The engine's thread posts what it lends and collects what is free
 again; decode ranks greet, claim, renew and report over TCP::
 
-    engine's thread ── lend, abort, … ─► WakeupQueue ─┐
-                    ◄── collect, … ───── Outbox ◄─────┤  one thread: LenderSessions,
+    engine's thread ── lend, abort, … ─► SelectedBox ─┐
+                    ◄── collect, … ── Box of turns ◄──┤  one thread: LenderSessions,
     decode ranks ◄── frames ──► Connection ───────────┘  AdmissionControl, sockets
 
-The two arrows on the left are the whole thread boundary: no other thread touches the
-sessions, their leases or their counts.
+``Lender`` is the engine's end of the boxes, ``_LenderLoop`` what the thread owns.
 
-The queue is emptied after sockets were read and before their messages are handled, so a lease
+The inbox is emptied after sockets were read and before their messages are handled, so a lease
 is in the table before a claim on it can be.  The clock is read after the sockets as well: a claim
 holds from then on, and was sent earlier.  Lending does not wake the thread unless it
 would sleep longer than the lease lasts.
@@ -23,11 +22,10 @@ import math
 import resource
 import selectors
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.admission import ConnectionLimits
@@ -53,7 +51,7 @@ from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
+from pdconn.threads import Box, SelectedBox, ThreadDied, Worker
 from transport.closing import Closing
 
 log = logging.getLogger(__name__)
@@ -107,37 +105,35 @@ class Lender(Closing):
         limits: ConnectionLimits | None = None,
         clock: Callable[[], float] = steady,
     ) -> None:
-        self._security = security or Security()
+        security = security or Security()
         advertised = host if advertised is None else advertised
-        self._security.require(host)
-        self._security.require(advertised)
+        security.require(host)
+        security.require(advertised)
+        door = _Door(
+            _listen(host, port),
+            security,
+            advertised,
+            _within_file_limit(limits or ConnectionLimits()),
+            why_unreachable or (lambda host: ""),
+        )
         self._clock = clock
-        self._why_unreachable = why_unreachable or (lambda host: "")
-        self._listener = _listen(host, port)
-        self.port: int = self._listener.getsockname()[1]
-        self._policy = self._security.for_lender(f"{advertised}:{self.port}")
-        self._limits = _within_file_limit(limits or ConnectionLimits())
-        self._commands: WakeupQueue[EngineCommand] = WakeupQueue()
-        self._outbox: Outbox[FreedLease] = Outbox()
-        self._warn = QuietLog(log, clock).warning
-        self._sessions = LenderSessions(welcome, is_summing, self._warn, self._limits)
-        self._admission: AdmissionControl[Session] = AdmissionControl(self._limits)
-        self._connections: dict[Session, Connection] = {}
-        self._last = Turn()
-        self._pacer = TurnPacer()
-        self._rest_s = 0.0
-        self._accept_from = math.inf
-        self._sleeps_until = 0.0
-        self._selector = selectors.DefaultSelector()
+        self._inbox: SelectedBox[EngineCommand] = SelectedBox()
+        self._outbox: Box[_LenderTurn | ThreadDied] = Box()
+        self._freed: list[FreedLease] = []
+        self._counts: Counter[str] = Counter()
         self._broken: str | None = None
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="pdconn-lender", daemon=True)
-        self._thread.start()
+        self.port: int = door.port
+        loop = _LenderLoop(
+            self._inbox, self._outbox, door, welcome, is_summing=is_summing, clock=clock
+        )
+        self._worker = Worker("pdconn-lender", loop.run, self._inbox, self._outbox)
+        self._worker.start()
 
     @property
     def counts(self) -> Counter[str]:
         """A copy of what was counted since :meth:`take_counts`."""
-        return self._outbox.counts
+        self._take_turns()
+        return Counter(self._counts)
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
         """Lend what the ticket with digest ``ticket`` names, until collected as freed.
@@ -146,25 +142,23 @@ class Lender(Closing):
             ValueError: ``ttl_s`` is below a millisecond.
         """
         now = self._clock()
-        self._commands.put_quietly(LeaseOffer(request, ticket, ttl_s, now))
-        if self._sleeps_until > now + ttl_s:
-            self._commands.wake()
+        self._inbox.put_before(LeaseOffer(request, ticket, ttl_s, now), now + ttl_s)
 
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
         """Rank ``rank`` has summed what ``request`` lends, for readers that verify."""
-        self._commands.put(RankSums(request, rank, sums))
+        self._inbox.put(RankSums(request, rank, sums))
 
     def abort(self, request: str, *, if_unclaimed: bool = False) -> None:
         """Take the blocks back as soon as no claim on them holds, or only if none ever did."""
-        self._commands.put(AbortUnclaimed(request) if if_unclaimed else Abort(request))
+        self._inbox.put(AbortUnclaimed(request) if if_unclaimed else Abort(request))
 
     def abort_all(self) -> None:
         """Take all blocks back as soon as no claim on them holds."""
-        self._commands.put(AbortAll())
+        self._inbox.put(AbortAll())
 
     def revoke_all(self) -> None:
         """Take all blocks back now: what is being read will not be confirmed."""
-        self._commands.put(RevokeAll())
+        self._inbox.put(RevokeAll())
 
     def collect(self) -> list[FreedLease]:
         """Leases that ended since the last call; never blocks.
@@ -172,35 +166,110 @@ class Lender(Closing):
         Raises:
             LenderBroken: our thread died.
         """
+        self._take_turns()
         if self._broken is not None:
             raise LenderBroken(self._broken)
-        return self._outbox.take_reports()
+        freed, self._freed = self._freed, []
+        return freed
 
     def take_counts(self) -> dict[str, int]:
         """Leases, claims, refusals and connections counted since the last call."""
-        return self._outbox.take_counts()
+        self._take_turns()
+        if not self._counts:
+            return {}
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
 
     def close(self) -> None:
         """Stop serving and close every socket.  A second call does nothing."""
-        self._stopping = True
-        self._commands.wake()
-        self._thread.join()
-        self._commands.close()
+        self._worker.end()
+        self._inbox.free_sockets()
 
-    def _run(self) -> None:
-        self._selector.register(self._commands.socket, selectors.EVENT_READ, None)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+    def _take_turns(self) -> None:
+        """Take what the thread has reported."""
+        if not self._outbox.items:
+            return
+        for turn in self._outbox.take():
+            if isinstance(turn, ThreadDied):
+                self._broken = turn.error
+            else:
+                self._freed += turn.freed
+                self._counts.update(turn.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _LenderTurn:
+    """What ended and what was counted in a turn of the lender's thread."""
+
+    freed: list[FreedLease]
+    counts: dict[str, int]
+
+
+class _Door:
+    """The listener: where connections come in, and what they must show.
+
+    Attributes:
+        port: that it listens at.
+        accept_from: when it accepts again, after the system had no room for a connection.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        security: Security,
+        advertised: str,
+        limits: ConnectionLimits,
+        why_unreachable: Callable[[str], str],
+    ) -> None:
+        self.listener, self.limits, self.why_unreachable = listener, limits, why_unreachable
+        self.port: int = listener.getsockname()[1]
+        self._policy = security.for_lender(f"{advertised}:{self.port}")
+        self.accept_from = math.inf
+
+    def connection(self, sock: socket.socket) -> Connection:
+        """One that was accepted; OSError where the peer has closed it."""
+        limits, policy = self.limits, self._policy
+        if policy is not None:  # routers write another name of ours into tickets, mostly this one
+            policy = policy.reached_at(f"{local_host(sock)}:{self.port}")
+        return Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, policy)
+
+
+class _LenderLoop:
+    """What the lender's thread owns: sessions with their leases, and sockets."""
+
+    def __init__(
+        self,
+        inbox: SelectedBox[EngineCommand],
+        outbox: Box[_LenderTurn | ThreadDied],
+        door: _Door,
+        welcome: Welcome,
+        *,
+        is_summing: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._inbox, self._outbox, self._door, self._clock = inbox, outbox, door, clock
+        self._warn = QuietLog(log, clock).warning
+        self._sessions = LenderSessions(welcome, is_summing, self._warn, door.limits)
+        self._admission: AdmissionControl[Session] = AdmissionControl(door.limits)
+        self._connections: dict[Session, Connection] = {}
+        self._last = Turn()
+        self._pacer = TurnPacer()
+        self._rest_s = 0.0
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        """Take turns until the inbox is closed."""
+        self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
+        self._selector.register(self._door.listener, selectors.EVENT_READ, None)
         try:
-            while not self._stopping:
+            while not self._inbox.is_closed:
                 self._turn()
-        except Exception as error:
-            log.critical("pdconn: the lender thread stopped; the engine stops too", exc_info=True)
-            self._broken = f"{type(error).__name__}: {error}"
         finally:
             for session in list(self._connections):
                 self._close(session, "the engine is shutting down")
-            self._publish()
-            self._listener.close()
+            self._report()
+            self._door.listener.close()
             self._selector.close()
 
     def _turn(self) -> None:
@@ -216,16 +285,16 @@ class Lender(Closing):
         self._rest_s = self._pacer.took(now)
         self._last = self._sessions.turn(now)
         touched += self._last.pending
-        self._publish()  # before the replies, so that a reader is never ahead of the counts
+        self._report()  # before the replies, so that a reader is never ahead of the counts
         for session in touched:
             self._reply(session, now)
         if now >= self._admission.deadline:
             for session in self._admission.overdue(now):
                 self._time_out(session, "stalled for too long")
-        if now >= self._accept_from:
-            self._accept_from = math.inf
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._publish()
+        if now >= self._door.accept_from:
+            self._door.accept_from = math.inf
+            self._selector.register(self._door.listener, selectors.EVENT_READ, None)
+        self._report()
 
     def _take_in(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> list[Session]:
         """Handle what arrived; returns the sessions that it arrived for."""
@@ -233,55 +302,54 @@ class Lender(Closing):
         for key, _ in ready:
             if key.data is not None:
                 touched.append(key.data)
-            elif key.fileobj is self._listener:
+            elif key.fileobj is self._door.listener:
                 for _ in range(_ACCEPTS):
                     if not self._accept():
                         break
             else:
-                self._commands.drain()
+                self._inbox.drain()
         for at in range(0, len(touched), _AT_ONCE):
             self._receive(touched[at : at + _AT_ONCE])
         return touched
 
     def _timeout_s(self) -> float | None:
         """How long to sleep; None until a socket is ready."""
-        due = min(self._last.wake_at, self._admission.deadline, self._accept_from)
-        # Published before the queue is looked at: see pdconn.sidechannel.thread_queues.
-        self._sleeps_until = due
-        if self._commands.items:
+        due = min(self._last.wake_at, self._admission.deadline, self._door.accept_from)
+        self._inbox.sleeps_until = due  # published before the box is looked at
+        if self._inbox.items:
             return 0.0
         return None if due == math.inf else max(0.0, due - self._clock())
 
     def _apply_commands(self) -> None:
-        if self._commands.items:
+        if self._inbox.items:
             now = self._clock()
-            for command in self._commands.take():
+            for command in self._inbox.take():
                 self._sessions.apply(command, now)
 
-    def _publish(self) -> None:
+    def _report(self) -> None:
         """Move what ended and what was counted to the engine's thread."""
         freed, counts = self._sessions.freed, self._sessions.counts
         if freed or counts:
-            self._outbox.put(freed, counts)
+            self._outbox.put(_LenderTurn(freed.copy(), dict(counts)))
             freed.clear()
             counts.clear()
 
     def _accept(self) -> bool:
         """Take one connection in; whether another may wait."""
         try:
-            sock, address = self._listener.accept()
+            sock, address = self._door.listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return False
         except OSError as error:  # no file descriptor or memory left: a retry would fail at once
-            pause_s = self._limits.accept_pause_s
+            pause_s = self._door.limits.accept_pause_s
             log.warning(
                 "pdconn: accept() failed; pausing new connections for %g s: %s", pause_s, error
             )
             self._sessions.counts["accept_failed"] += 1
-            self._selector.unregister(self._listener)
-            self._accept_from = self._clock() + pause_s
+            self._selector.unregister(self._door.listener)
+            self._door.accept_from = self._clock() + pause_s
             return False
-        refusal = self._admission.refusal(address[0]) or self._why_unreachable(address[0])
+        refusal = self._admission.refusal(address[0]) or self._door.why_unreachable(address[0])
         if refusal:
             sock.close()
             self._sessions.counts["connections_refused"] += 1
@@ -297,11 +365,7 @@ class Lender(Closing):
 
     def _open(self, sock: socket.socket, address: tuple[str, int]) -> None:
         session = Session(f"{address[0]}:{address[1]}")
-        limits = self._limits
-        policy = self._policy
-        if policy is not None:  # routers write another name of ours into tickets, mostly this one
-            policy = policy.reached_at(f"{local_host(sock)}:{self.port}")
-        connection = Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, policy)
+        connection = self._door.connection(sock)
         connection.watch(self._selector, session)
         self._connections[session] = connection
         crowded_out = self._admission.admit(session, address[0], self._clock())

@@ -7,11 +7,13 @@ for it, so every host that is not an address is looked up by a thread of its own
 from __future__ import annotations
 
 import errno
+import itertools
 import selectors
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from pdconn.lifecycle.peer import PeerState
 from pdconn.puller.peers import Peer, PeerTable
@@ -25,6 +27,7 @@ from pdconn.sidechannel.dial import (
     resolve,
 )
 from pdconn.sidechannel.security import Security, Unprotected
+from pdconn.threads import Box, Worker
 
 MAX_LOOKUPS = 32
 """Names that are looked up at once; others wait for their turn."""
@@ -35,9 +38,9 @@ Resolve = Callable[[str, int], Address]
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The name of ``peer``'s host leads to ``found``, or to an error."""
+    """The look-up ``number`` has ``found`` an address, or an error."""
 
-    peer: Peer
+    number: int
     found: Address | OSError
 
 
@@ -46,7 +49,7 @@ class SocketDialer:
 
     Args:
         selector: watches the connections, with their peers as data.
-        deliver: gets a :class:`LookedUp` from another thread, for :meth:`looked_up`.
+        outbox: gets a :class:`LookedUp` from another thread, for :meth:`looked_up`.
         security: how lenders must authenticate.
         through: maps a lender's host and port to those to dial instead, for debugging.
         resolve: looks a name up, on a thread of its own.
@@ -55,19 +58,20 @@ class SocketDialer:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        deliver: Callable[[LookedUp], None],
+        outbox: Box[Any],
         security: Security,
         through: Callable[[str, int], tuple[str, int]] | None = None,
         resolve: Resolve = resolve,
     ) -> None:
         self._selector = selector
-        self._deliver = deliver
+        self._outbox = outbox
         self._security = security
         self._through = through or (lambda host, port: (host, port))
         self._resolve = resolve
         self._for_pulls: deque[Peer] = deque()
         self._for_warmup: deque[Peer] = deque()
-        self._num_looking = 0
+        self._looking: dict[int, Peer] = {}
+        self._numbers = itertools.count()
         self._num_for_warmup = 0
 
     def dial(self, peer: Peer) -> None:
@@ -86,10 +90,9 @@ class SocketDialer:
 
     def looked_up(self, answer: LookedUp, peers: PeerTable) -> None:
         """Go on with a peer whose name is known now."""
-        self._num_looking -= 1
-        self._num_for_warmup -= not answer.peer.key.names_a_boot
+        peer, found = self._looking.pop(answer.number), answer.found
+        self._num_for_warmup -= not peer.key.names_a_boot
         self._look_for_more()
-        peer, found = answer.peer, answer.found
         if peer.state is PeerState.CLOSED:
             return
         try:
@@ -108,21 +111,21 @@ class SocketDialer:
         peer.connection = connection
 
     def _look_for_more(self) -> None:
-        while self._num_looking < MAX_LOOKUPS:
+        while len(self._looking) < MAX_LOOKUPS:
             peer = self._next_to_look_up()
             if peer is None:
                 return
             if peer.state is PeerState.CLOSED:
                 continue
-            self._num_looking += 1
+            number = next(self._numbers)
+            self._looking[number] = peer
             self._num_for_warmup += not peer.key.names_a_boot
-            look = threading.Thread(
-                target=self._look_up, args=(peer,), name="pdconn-lookup", daemon=True
-            )
+            host, port = self._through(peer.key.host, peer.key.port)
+            look = partial(_look_up, self._resolve, host, port, number, self._outbox)
             try:
-                look.start()
+                Worker("pdconn-lookup", look, Box(), self._outbox).start()
             except RuntimeError as error:  # no thread to spare
-                self._deliver(LookedUp(peer, OSError(errno.EAGAIN, str(error))))
+                self._outbox.put(LookedUp(number, OSError(errno.EAGAIN, str(error))))
 
     def _next_to_look_up(self) -> Peer | None:
         """A peer of a pull goes first; warm-ups take at most half of the look-ups."""
@@ -132,10 +135,12 @@ class SocketDialer:
             return self._for_warmup.popleft()
         return None
 
-    def _look_up(self, peer: Peer) -> None:
-        found: Address | OSError
-        try:
-            found = self._resolve(*self._through(peer.key.host, peer.key.port))
-        except OSError as error:
-            found = error
-        self._deliver(LookedUp(peer, found))
+
+def _look_up(resolve: Resolve, host: str, port: int, number: int, outbox: Box[Any]) -> None:
+    """One look-up, on a thread of its own."""
+    found: Address | OSError
+    try:
+        found = resolve(host, port)
+    except OSError as error:
+        found = error
+    outbox.put(LookedUp(number, found))

@@ -109,13 +109,6 @@ class ReadSettled:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class ReaderStopped:
-    """The reader's thread died of ``error``: what is in flight is unknown from now on."""
-
-    error: str
-
-
 Job = Connect | Disconnect | Read | Sum
 JobResult = Connected | ReadSettled | Summed
 

@@ -2,23 +2,21 @@
 
 ::
 
-    engine thread ── post ── commands ──► WakeupQueue ─┐
-                  ◄── collect ── Outbox ◄──────────────┤── one thread: Pulls + sockets
+    engine thread ── post ── commands ──► SelectedBox ─┐
+                  ◄── collect ── Box of turns ◄────────┤── one thread: Pulls + sockets
     lenders       ◄── frames ──────────────────────────┤
     reader thread ◄── jobs ── results ─────────────────┘
 
-``Pulls`` is touched by this thread alone.  At the end of a turn its reports and counts move
-into an :class:`~pdconn.sidechannel.thread_queues.Outbox`, and the engine takes them from there.
+``Puller`` is the engine's end of the boxes, ``_PullerLoop`` what the thread owns.
 """
 
 from __future__ import annotations
 
-import logging
 import selectors
-import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.puller.commands import ClaimTicket, Command, CompareAnew, FailPull, ReadBlocks
@@ -26,20 +24,18 @@ from pdconn.puller.dialer import LookedUp, Resolve, SocketDialer
 from pdconn.puller.peers import MAX_PEERS
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
-from pdconn.puller.reader_thread import ReaderThread
-from pdconn.puller.reads import Job, JobResult, Read, ReaderStopped
+from pdconn.puller.reader_thread import HeldTransport, ReaderThread
+from pdconn.puller.reads import Job, JobResult, Read
 from pdconn.puller.results import NO_RESULTS, PullResults, Report
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.dial import resolve
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
+from pdconn.threads import Box, SelectedBox, ThreadDied, Worker
 from transport import Transport
 from transport.closing import Closing
 from transport.streams import StreamPoint
-
-log = logging.getLogger(__name__)
 
 
 class PullerBroken(RuntimeError):
@@ -54,7 +50,15 @@ class _Delayed:
     after: StreamPoint | None
 
 
-_Posted = Command | _Delayed | LookedUp | ReaderStopped | JobResult
+@dataclass(frozen=True, slots=True)
+class _PullerTurn:
+    """What a turn of the puller's thread reports and counts."""
+
+    reports: list[Report]
+    counts: dict[str, int]
+
+
+_Posted = Command | _Delayed | LookedUp | HeldTransport | JobResult | ThreadDied
 
 _GPU_POLL_S = 0.0002
 """How often a command that waits for the GPU is looked at; no GPU wakes a thread of ours."""
@@ -94,51 +98,36 @@ class Puller(Closing):
         max_peers: int = MAX_PEERS,
         clock: Callable[[], float] = steady,
     ) -> None:
-        self._clock = clock
-        self._inbox: WakeupQueue[_Posted] = WakeupQueue()
-        self._outbox: Outbox[Report] = Outbox()
-        self._selector = selectors.DefaultSelector()
-        self._has_news = threading.Event()
+        self._inbox: SelectedBox[_Posted] = SelectedBox()
+        self._outbox: Box[_PullerTurn | ThreadDied] = Box()
+        self._reports: list[Report] = []
+        self._counts: Counter[str] = Counter()
         self._num_unreported = 0
         self._awaited: set[str] = set()
-        self._delayed: deque[_Delayed] = deque()
         self._broken: str | None = None
-        self._stopping = False
-        self._may_read_now = False
-        self._reader = ReaderThread(transport, self._hear, clock)
-        self._dialer = SocketDialer(
-            self._selector, self._inbox.put, security or Security(), through, resolve
-        )
-        self._pulls = Pulls(
+        selector = selectors.DefaultSelector()
+        dialer = SocketDialer(selector, self._inbox, security or Security(), through, resolve)
+        make_pulls = partial(
+            Pulls,
             me,
-            self._dialer,
-            self._post_job,
-            clock,
+            dialer,
+            clock=clock,
             patience=patience or Patience(),
             verify=verify,
             warm_up=warm_up,
             max_peers=max_peers,
         )
-        self._thread = threading.Thread(target=self._run, name="pdconn-puller", daemon=True)
-        self._thread.start()
-
-    def _post_job(self, job: Job) -> None:
-        """Have the reader do ``job``, or one short read a turn ourselves.
-
-        Of many that are due at once the others are copied while we plan and say what is due.
-        """
-        if self._may_read_now and isinstance(job, Read):
-            self._may_read_now = not self._reader.read_now(job)
-            if not self._may_read_now:
-                return
-        self._reader.post(job)
-
-    def _hear(self, result: JobResult | ReaderStopped) -> None:
-        """A result of the reader.  Our own thread looks for items before it sleeps."""
-        if threading.current_thread() is self._thread:
-            self._inbox.put_quietly(result)
-        else:
-            self._inbox.put(result)
+        loop = _PullerLoop(
+            self._inbox,
+            self._outbox,
+            selector=selector,
+            dialer=dialer,
+            reader=ReaderThread(transport, self._inbox, clock),
+            make_pulls=make_pulls,
+            clock=clock,
+        )
+        self._worker = Worker("pdconn-puller", loop.run, self._inbox, self._outbox)
+        self._worker.start()
 
     def post(self, command: Command, after: StreamPoint | None = None) -> None:
         """Have ``command`` carried out, after those before it; never blocks.
@@ -161,12 +150,13 @@ class Puller(Closing):
         Raises:
             PullerBroken: one of our threads died.
         """
+        self._take_turns()
         if self._broken is not None:
             raise PullerBroken(self._broken)
-        if not self._has_news.is_set():
+        if not self._reports:
             return NO_RESULTS
-        self._has_news.clear()
-        results = PullResults.of(self._outbox.take_reports())
+        results = PullResults.of(self._reports)
+        self._reports.clear()
         self._num_unreported -= len(results.records) + len(results.failed)
         self._awaited.difference_update(outcome.request for outcome in results.claims)
         return results
@@ -177,50 +167,82 @@ class Puller(Closing):
         For an engine that has no other work: its steps would keep the cores busy that
         the pull needs.
         """
-        if self._num_unreported > 0 or self._awaited:
-            self._has_news.wait(timeout_s)
+        if not self._reports and (self._num_unreported > 0 or self._awaited):
+            self._outbox.wait(timeout_s)
 
     def take_counts(self) -> dict[str, int]:
         """Why pulls failed, and how many were verified, since the last call."""
-        return self._outbox.take_counts()
-
-    @property
-    def num_open(self) -> int:
-        """Requests that are still in some table; 0 when all is quiet."""
-        return self._pulls.num_open
-
-    @property
-    def num_peers(self) -> int:
-        """Lenders that we know."""
-        return len(self._pulls.peers)
-
-    @property
-    def num_warm(self) -> int:
-        """Lenders of the warm-up that are warm now."""
-        return self._pulls.warmup.num_warm
+        self._take_turns()
+        if not self._counts:
+            return {}
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
 
     def close(self) -> None:
         """Stop both threads and close every socket.  A second call does nothing."""
-        if self._stopping:
-            return
-        self._stopping = True
-        self._inbox.wake()
-        self._thread.join()
-        self._reader.close()
-        self._inbox.close()
+        self._worker.end()
+        self._inbox.free_sockets()
 
-    def _run(self) -> None:
+    def _take_turns(self) -> None:
+        """Take what the thread has reported."""
+        if not self._outbox.items:
+            return
+        for turn in self._outbox.take():
+            if isinstance(turn, ThreadDied):
+                self._broken = turn.error
+            else:
+                self._reports += turn.reports
+                self._counts.update(turn.counts)
+
+
+class _PullerLoop:
+    """What the puller's thread owns: pulls, sockets, and its end of the reader's boxes."""
+
+    def __init__(
+        self,
+        inbox: SelectedBox[_Posted],
+        outbox: Box[_PullerTurn | ThreadDied],
+        *,
+        selector: selectors.BaseSelector,
+        dialer: SocketDialer,
+        reader: ReaderThread,
+        make_pulls: Callable[..., Pulls],
+        clock: Callable[[], float],
+    ) -> None:
+        self._inbox, self._outbox = inbox, outbox
+        self._selector, self._dialer, self._reader = selector, dialer, reader
+        self._clock = clock
+        self._delayed: deque[_Delayed] = deque()
+        self._done: deque[_Posted] = deque()
+        self._may_read_now = False
+        self._pulls = make_pulls(post=self._post_job)
+
+    def run(self) -> None:
+        """Take turns until the inbox is closed."""
         self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
         wake_at = self._pulls.next_deadline()
         try:
-            while not self._stopping:
+            while not self._inbox.is_closed:
                 wake_at = self._turn(wake_at)
-        except Exception as error:
-            log.critical("pdconn: the puller thread stopped", exc_info=True)
-            self._break(f"{type(error).__name__}: {error}")
         finally:
             self._pulls.peers.close_all()
             self._selector.close()
+            self._inbox.close()  # the reader hands its transport to nobody
+            self._reader.close()
+
+    def _post_job(self, job: Job) -> None:
+        """Have the reader do ``job``, or one short read a turn ourselves.
+
+        Of many that are due at once the others are copied while we plan and say what is due.
+        """
+        if self._may_read_now and isinstance(job, Read):
+            results = self._reader.read_now(job)
+            if results is not None:
+                self._may_read_now = False
+                self._done.extend(results)
+                return
+        self._reader.post(job)
 
     def _turn(self, wake_at: float | None) -> float | None:
         """Wait until ``wake_at`` for something to do, and do it; returns when to wake next."""
@@ -228,7 +250,7 @@ class Puller(Closing):
         timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
         if self._delayed:
             timeout_s = _GPU_POLL_S if timeout_s is None else min(timeout_s, _GPU_POLL_S)
-        has_work = pulls.unplanned or self._inbox.items
+        has_work = pulls.unplanned or self._done or self._inbox.items
         for key, events in self._selector.select(0.0 if has_work else timeout_s):
             if key.data is None:
                 self._inbox.drain()
@@ -241,30 +263,34 @@ class Puller(Closing):
         self._take_delayed()
         pulls.tick(self._clock())
         if pulls.reports or pulls.counts:
-            self._hand_over()  # before the lenders hear of it: the engine may be waiting
+            self._report()  # before the lenders hear of it: the engine may be waiting
         wake_at = pulls.finish_turn()
         if pulls.reports or pulls.counts:
-            self._hand_over()
+            self._report()
         return wake_at
 
     def _take_items(self) -> None:
         """Handle what was posted, and what short reads that it leads to have come to."""
-        pulls = self._pulls
-        while items := self._inbox.take():
-            for item in items:
-                if isinstance(item, _Delayed):
-                    self._delayed.append(item)
-                elif isinstance(item, Command):
-                    if self._delayed:  # commands keep their order
-                        self._delayed.append(_Delayed(item, None))
-                    else:
-                        pulls.apply(item)
-                elif isinstance(item, JobResult):
-                    pulls.handle(item)
-                elif isinstance(item, LookedUp):
-                    self._dialer.looked_up(item, pulls.peers)
-                else:
-                    self._break(item.error)
+        while self._inbox.items or self._done:
+            done, self._done = self._done, deque()
+            for item in (*self._inbox.take(), *done):
+                self._handle(item)
+
+    def _handle(self, item: _Posted) -> None:
+        if isinstance(item, JobResult):
+            self._pulls.handle(item)
+        elif isinstance(item, HeldTransport):
+            self._reader.hold(item)
+        elif isinstance(item, _Delayed):
+            self._delayed.append(item)
+        elif isinstance(item, LookedUp):
+            self._dialer.looked_up(item, self._pulls.peers)
+        elif isinstance(item, ThreadDied):
+            raise PullerBroken(item.error)
+        elif self._delayed:  # commands keep their order
+            self._delayed.append(_Delayed(item, None))
+        else:
+            self._pulls.apply(item)
 
     def _take_delayed(self) -> None:
         """Carry out what waited for the GPU, up to the first command that still does."""
@@ -275,15 +301,13 @@ class Puller(Closing):
             self._delayed.popleft()
             self._pulls.apply(first.command)
 
-    def _hand_over(self) -> None:
+    def _report(self) -> None:
         """Let the engine have what the pulls report and count."""
         pulls = self._pulls
-        self._outbox.put(pulls.reports, pulls.counts)
-        if pulls.reports:
-            pulls.reports.clear()
-            self._has_news.set()
+        turn = _PullerTurn(pulls.reports.copy(), dict(pulls.counts))
+        pulls.reports.clear()
         pulls.counts.clear()
-
-    def _break(self, error: str) -> None:
-        self._broken = error
-        self._has_news.set()
+        if turn.reports:
+            self._outbox.put(turn)
+        else:
+            self._outbox.put_quietly(turn)

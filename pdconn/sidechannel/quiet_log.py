@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
 
 class QuietLog:
-    """Logs each text at most once in a while, then with how many were suppressed.  Any thread.
+    """Logs each text at most once in a while, then with how many were suppressed.
 
     Args:
         pause_s: how long; texts are few, the values in them differ.
@@ -25,18 +24,16 @@ class QuietLog:
         self._to = to
         self._clock = clock
         self._pause_s = pause_s
-        self._lock = threading.Lock()
         self._quiet: dict[str, tuple[float, int]] = {}
 
     def warning(self, text: str, *values: object) -> None:
         """Log a line, or count it."""
         now = self._clock()
-        with self._lock:
-            until, num_suppressed = self._quiet.get(text, (now, 0))
-            if now < until:
-                self._quiet[text] = until, num_suppressed + 1
-                return
-            self._quiet[text] = now + self._pause_s, 0
+        until, num_suppressed = self._quiet.get(text, (now, 0))
+        if now < until:
+            self._quiet[text] = until, num_suppressed + 1
+            return
+        self._quiet[text] = now + self._pause_s, 0
         if num_suppressed:
             text += f" ({num_suppressed} similar warnings suppressed)"
         self._to.warning(text, *values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from functools import partial
 from random import Random
 from typing import Any
@@ -83,7 +82,6 @@ class PdWorker:
         self._stats = PdStats()
         self._report = PdWorkerReport()
         self._store: RankStore | None = None
-        self._stored = threading.Event()
         self._num_fetching = 0
         self._relays: Relays | None = None
         self._scratch: Scratch | None = None
@@ -144,7 +142,6 @@ class PdWorker:
                     references,
                     self._rank,
                     lambda: open_shelf(store),
-                    wake=self._stored.set,
                     hold=None if store.read_only else partial(HeldWriter, store.root),
                 )
 
@@ -278,9 +275,8 @@ class PdWorker:
 
     def _wait(self) -> None:
         """Wait for whatever the engine's idle step waits for."""
-        if self._num_fetching:
-            self._stored.wait(_IDLE_STEP_S)
-            self._stored.clear()
+        if self._num_fetching and self._store is not None:
+            self._store.wait(_IDLE_STEP_S)
         elif self._puller is not None:
             self._puller.wait(_IDLE_STEP_S)
 

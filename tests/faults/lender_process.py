@@ -25,6 +25,7 @@ from pdconn.sidechannel.security import Security
 from tests.fakes.model_free_engines import Prefill
 from tests.faults.child import serve
 from tests.faults.footprint import Footprint, peak_nbytes
+from tests.threads.inside import loop_of, sessions_of
 from transport.testing.inprocess.network import InProcessNetwork
 from transport.testing.inprocess.transport import InProcessTransport
 
@@ -57,13 +58,13 @@ class _Served:
 
     def report(self) -> dict[str, Any]:
         """The state of the lender; opens no file."""
-        alive = self._lender._thread.is_alive()
+        alive = self._lender._worker.is_alive
         if alive:
             self._freed += [freed.request for freed in self._lender.collect()]
         return {
             "alive": alive,
-            "connections": len(self._lender._connections),
-            "lent": self._lender._sessions.num_lent,
+            "connections": len(loop_of(self._lender)._connections),
+            "lent": sessions_of(self._lender).num_lent,
             "freed": self._freed,
             "counts": dict(self._lender.counts),
             "cpu_s": time.process_time(),

@@ -10,6 +10,7 @@ from pdconn.lender.admission import ConnectionLimits
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import PROTOCOL_VERSION, Hello, encode
 from tests.fakes.pair import Pair
+from tests.threads.inside import loop_of
 
 BLOCKS = b"\x55" * 16
 HELLO = frame(encode([Hello(PROTOCOL_VERSION, "unknown", "boot-1")]))
@@ -18,7 +19,7 @@ LIMITS = ConnectionLimits()
 
 def lift_limits(pair: Pair) -> None:
     """Back to the defaults: a pull on a busy machine may take longer than a test's limits."""
-    pair.lender._admission._limits = LIMITS
+    loop_of(pair.lender)._admission._limits = LIMITS
 
 
 @contextmanager

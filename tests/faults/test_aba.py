@@ -27,6 +27,7 @@ from tests.fakes.credulous import without_leases
 from tests.fakes.model_free_engines import Decode, Prefill
 from tests.faults.on_demand.relays import RelayWithoutRenewals
 from tests.faults.prefill_process import PrefillProcess
+from tests.threads.inside import num_open
 from tests.transport.contract.rigs import nixl_options
 from transport.faulty import FaultyTransport, ReadFaults
 from transport.testing.inprocess.faults import Late
@@ -112,7 +113,7 @@ def trap(
         stack.enter_context(decode)
         serve(prefill, decode, count, enough)
         assert prefill.ended["aborted"] == 0
-        assert decode.puller.num_open == 0
+        assert num_open(decode.puller) == 0
         print(f"{summary(decode)}; leases {dict(prefill.ended)}")
     return decode
 

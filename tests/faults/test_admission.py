@@ -32,6 +32,7 @@ from tests.faults.raw_connections import (
     raw_connections,
     serves,
 )
+from tests.threads.inside import loop_of, num_open, num_peers
 from transport.testing.inprocess.faults import Held
 
 # Stalled connections
@@ -87,7 +88,7 @@ def test_a_flood_of_stalled_connections_closes_the_oldest_and_no_reader() -> Non
             until(lambda: sum(map(is_closed, crowd)) >= 16)
             before.claim("r", BLOCKS, "reader/1")
             assert not is_closed(crowd[-1])
-            assert len(pair.lender._admission) <= 4 + 2
+            assert len(loop_of(pair.lender)._admission) <= 4 + 2
 
 
 # Connections per host
@@ -104,7 +105,7 @@ def test_one_host_cannot_use_up_all_connections() -> None:
                 other.connect(("127.0.0.1", pair.lender.port))
                 other.sendall(HELLO)
                 assert b"welcome" in other.recv(1 << 16)
-        until(lambda: len(pair.lender._admission) == 0)
+        until(lambda: len(loop_of(pair.lender)._admission) == 0)
         assert serves(pair)
 
 
@@ -209,13 +210,13 @@ def test_a_read_that_hangs_is_reported_in_time_and_its_blocks_stay_out_of_use() 
         time.sleep(0.3)
         pair.collect()
         assert pair.released == []
-        assert pair.puller.num_open > 0
+        assert num_open(pair.puller) > 0
         assert pair.lender.collect() == []  # what may still be read is still lent
         pair.network.script = None
         assert serves(pair)
         pair.network.release()
         pair.wait(lambda: pair.released == ["d"])
-        assert pair.puller.num_open == 0
+        assert num_open(pair.puller) == 0
 
 
 # Peers
@@ -225,7 +226,7 @@ def test_an_idle_peer_makes_room_and_a_busy_one_does_not() -> None:
     with Pair(max_peers=2, through=lambda _, port: ("127.0.0.1", port)) as pair:
         for number in range(2, 6):
             _serves_at(pair, f"127.0.0.{number}", f"idle{number}")
-            assert pair.puller.num_peers <= 2
+            assert num_peers(pair.puller) <= 2
         pair.network.script = lambda _: Held()
         for number in (2, 3):
             _pull_at(pair, f"127.0.0.{number}", f"busy{number}")

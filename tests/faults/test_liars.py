@@ -35,6 +35,7 @@ from pdconn.protocol.messages import decode_from_lender
 from pdconn.puller import peers
 from tests.fakes.model_free_engines import PER_REQUEST, Decode, Prefill
 from tests.faults.garbage import BODY, STREAM, alter, flipped, repeated, truncated
+from tests.threads.inside import num_open
 from transport.testing.inprocess.network import InProcessNetwork
 from transport.testing.inprocess.transport import InProcessTransport
 
@@ -140,12 +141,12 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
                 time.sleep(0.001)
             assert (before == prefill.cache.rows).all()
         assert (decode.cache.rows[list(canary)] == 0xEE).all(), "others' blocks were written"
-        assert decode.puller.num_open == 0
+        assert num_open(decode.puller) == 0
         honest = set(range(1, LIES * 2, 2))
         alarms = {n: why for n, why in decode.rejected.items() if n in honest}
         assert honest <= decode.received, alarms
         assert all(decode.rejected.values())
-        assert relay._thread.is_alive()
+        assert relay._worker.is_alive
         assert relay.counts["lies"] > LIES / 4
         lied_to = {n for n in decode.received if n % 2 == 0}
         print(f"{LIES} pulls were lied to: {len(lied_to)} received, {len(decode.wrong)} wrong;")

@@ -26,6 +26,7 @@ from tests.fakes.model_free_engines import until
 from tests.fakes.pair import Pair
 from tests.faults.raw_clients import RawReader
 from tests.faults.raw_connections import BLOCKS, HELLO, lift_limits, serves
+from tests.threads.inside import loop_of
 
 PATIENCE_S = 30.0
 
@@ -70,7 +71,7 @@ def test_a_reader_that_does_not_read_is_not_read_from() -> None:
         requests = LONG_REQUEST * 64
         sent = _send_until_stuck(sock, requests)
         assert sent < len(requests), "all of it was read"
-        [connection] = pair.lender._connections.values()
+        [connection] = loop_of(pair.lender)._connections.values()
         assert connection.num_unsent < 2 * len(LONG_REQUEST)
         assert serves(pair)
         # Then it reads, finishes the frame that it had begun, and nothing was lost.
@@ -109,7 +110,7 @@ def test_a_reader_that_does_not_read_its_replies_is_timed_out() -> None:
     with Pair(limits=ConnectionLimits(stall_s=0.4)) as pair:
         with unread(pair) as sock:
             flood(sock, 20)
-            until(lambda: len(pair.lender._admission) == 0)
+            until(lambda: len(loop_of(pair.lender)._admission) == 0)
         until(lambda: pair.lender.counts["connections_timed_out"] == 1)
         lift_limits(pair)
         assert serves(pair)
@@ -142,7 +143,7 @@ def test_a_claim_does_not_overtake_its_lease(pair: Pair) -> None:
     reading, go = threading.Event(), threading.Event()
     reader = Reader("reader/1", 0, 1)
     with RawReader(pair.lender.port) as client:
-        [connection] = pair.lender._connections.values()
+        [connection] = loop_of(pair.lender)._connections.values()
         real = connection.receive
 
         def receive() -> list[bytes]:
@@ -167,7 +168,7 @@ def test_an_expired_claim_is_forgotten(pair: Pair) -> None:
         pair.lender.lend("r", BLOCKS, 2.5)
         client.claim("r", BLOCKS, "reader/1")
         assert pair.freed() == "expired"
-        [session] = pair.lender._connections
+        [session] = loop_of(pair.lender)._connections
         until(lambda: not session.claimed)
         assert session.num_claims == 0, "the bound of a session counts claims that are over"
 

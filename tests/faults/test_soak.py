@@ -34,6 +34,7 @@ from pdconn.puller.pulls import Pulls
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.model_free_engines import Decode, Prefill, until
 from tests.faults.footprint import MIB, Footprint
+from tests.threads.inside import loop_of, num_peers, pulls_of, reads_of, sessions_of
 from tests.transport.contract.rigs import nixl_options
 from transport import PeerLost
 from transport.base import Transport
@@ -117,24 +118,24 @@ class Soak:
 
     def state(self) -> dict[str, int]:
         """What is in every table of either side."""
-        lender, pulls = self.prefill.lender, self.decode.puller._pulls
+        lender, pulls = self.prefill.lender, pulls_of(self.decode.puller)
         return {
             "requests": self.decode.num_open,
             "quarantined": len(self.decode.quarantined),
             "pulls": pulls.num_open,
             "alarms": len(pulls._alarms),
-            "peers": self.decode.puller.num_peers,
-            "unpaired": max(0, len(lender._connections) - self.decode.puller.num_peers),
-            "reads": len(self.decode.puller._reader._transport_jobs),
-            "lent": lender._sessions.num_lent,
-            "timers": len(lender._sessions._leases._timers),
-            "claims": sum(len(session.claimed) for session in list(lender._connections)),
+            "peers": num_peers(self.decode.puller),
+            "unpaired": max(0, len(loop_of(lender)._connections) - num_peers(self.decode.puller)),
+            "reads": reads_of(self.decode.puller),
+            "lent": sessions_of(lender).num_lent,
+            "timers": len(sessions_of(lender)._leases._timers),
+            "claims": sum(len(session.claimed) for session in list(loop_of(lender)._connections)),
         }
 
     def footprint(self) -> Footprint:
         """What the process holds, without the sockets of a lender that is connected."""
         now = Footprint.now()
-        return replace(now, files=now.files - FILES_PER_PEER * self.decode.puller.num_peers)
+        return replace(now, files=now.files - FILES_PER_PEER * num_peers(self.decode.puller))
 
     def check(self) -> None:
         """Nothing is open, and only the lender that lives is known.

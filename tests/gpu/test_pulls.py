@@ -28,6 +28,7 @@ from tests.gpu.bytes_on import BytesOn
 from tests.gpu.cases import BLOCK_TOKENS, Case, Request, allocated
 from tests.gpu.rigs import LOCALHOST, PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of
 from tests.property.oracle import UNTOUCHED, expected
+from tests.threads.inside import num_warm
 from transport import Device
 from transport.nixl.transport import NixlTransport
 
@@ -169,7 +170,7 @@ def test_a_pull_through_the_whole_runtime_arrives_and_is_verified(
     _, port = lender.lend(case, verify=verify is not Verify.OFF)
     request = Request.of(case)
     with pullers(case, device, port, verify) as made:
-        until(lambda: all(puller.num_warm for puller, _ in made))
+        until(lambda: all(num_warm(puller) for puller, _ in made))
         outcomes = pull(case, port, made)
         assert [outcome.failed for outcome in outcomes] == [()] * case.our_tp
         for rank, (puller, ours) in enumerate(made):

@@ -10,6 +10,7 @@ import pytest
 
 from pdconn.lender.server import Lender
 from tests.fakes.pair import Pair
+from tests.threads.inside import sessions_of
 
 PATIENCE_S = 20.0
 
@@ -35,7 +36,7 @@ class PausedIncrement(Counter[str]):
 
 def swap_counters(lender: Lender) -> dict[str, int]:
     """The negative control: the engine's thread swaps the counter of the lender's thread."""
-    counts, lender._sessions.counts = lender._sessions.counts, Counter()
+    counts, sessions_of(lender).counts = sessions_of(lender).counts, Counter()
     return dict(counts + Counter(lender.take_counts()))
 
 
@@ -48,7 +49,7 @@ def test_an_increment_that_meets_the_taking_of_counts_is_not_lost(
     take: Callable[[Lender], dict[str, int]], seen: int
 ) -> None:
     with Pair() as pair:
-        counts = pair.lender._sessions.counts = PausedIncrement("lent")
+        counts = sessions_of(pair.lender).counts = PausedIncrement("lent")
         pair.lend("r")
         assert counts.reached.wait(PATIENCE_S)
         total = Counter(take(pair.lender))

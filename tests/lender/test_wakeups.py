@@ -14,7 +14,7 @@ class Woken:
 
     def __init__(self, pair: Pair) -> None:
         self.times = 0
-        queue = pair.lender._commands
+        queue = pair.lender._inbox
         wake = queue.wake
 
         def counted() -> None:
@@ -25,7 +25,7 @@ class Woken:
         self._pair = pair
         self.lent = 0
         # It sleeps until a connection comes.
-        pair.wait(lambda: pair.lender._sleeps_until == math.inf)
+        pair.wait(lambda: pair.lender._inbox.sleeps_until == math.inf)
 
     def by_lending(self, ttl_s: float) -> bool:
         """Whether lending something for so long wakes the thread."""

@@ -9,6 +9,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import CancelPull, ReadBlocks
 from tests.fakes.pair import Pair
 from tests.fakes.stream_points import Point
+from tests.threads.inside import num_open
 from transport import HOST
 from transport.streams import stream_point
 
@@ -47,11 +48,11 @@ def test_commands_keep_their_order_behind_one_that_waits() -> None:
         read(pair, "r", point)
         pair.puller.post(CancelPull("r"))
         time.sleep(HELD_S)
-        assert pair.puller.num_open, "it is claimed, and not given up"
+        assert num_open(pair.puller), "it is claimed, and not given up"
         point.reach()
         pair.outcome_of("r")
         until = time.monotonic() + 10.0
-        while pair.puller.num_open:
+        while num_open(pair.puller):
             assert time.monotonic() < until
             time.sleep(0.002)
 

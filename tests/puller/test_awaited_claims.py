@@ -17,6 +17,7 @@ from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.entry import PullEntry
 from pdconn.puller.results import ClaimOutcome
 from tests.fakes.pair import Pair
+from tests.threads.inside import num_open
 from transport.testing.inprocess.faults import Held
 
 _PATIENCE_S = 30.0
@@ -117,7 +118,7 @@ def test_a_claim_that_cannot_be_granted_is_told_with_its_reason(
         [problem] = pair.problems(1)
         assert why in str(problem)
         pair.cancel("d")
-        pair.wait(lambda: pair.puller.num_open == 0)
+        pair.wait(lambda: num_open(pair.puller) == 0)
         assert not pair.failed, "nothing was promised, so nothing failed"
 
 
@@ -155,7 +156,7 @@ def test_a_grant_that_is_lost_before_its_blocks_are_known_is_told_again() -> Non
         assert granted is None
         assert "side channel" in str(lost)
         pair.cancel("d")
-        pair.wait(lambda: pair.puller.num_open == 0)
+        pair.wait(lambda: num_open(pair.puller) == 0)
         assert not pair.failed
 
 
@@ -181,7 +182,7 @@ def test_a_claim_lost_when_its_blocks_are_known_is_a_failed_pull() -> None:
         pair.wait(lambda: pair.puller.take_counts().get("pulls_unreachable"))
         pair.puller.post(ReadBlocks("d", Need.of(0, 12, (BlockList(0, (7, 8, 9)),))))
         assert "side channel" in str(pair.outcome_of("d"))
-        assert pair.puller.num_open == 0
+        assert num_open(pair.puller) == 0
 
 
 def test_a_claim_given_up_is_not_waited_for_and_not_told() -> None:
@@ -191,7 +192,7 @@ def test_a_claim_given_up_is_not_waited_for_and_not_told() -> None:
         began = time.monotonic()
         pair.puller.wait(60.0)
         assert time.monotonic() - began < 30.0
-        pair.wait(lambda: pair.puller.num_open == 0)
+        pair.wait(lambda: num_open(pair.puller) == 0)
         assert pair.stays_silent()
 
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 
 from tests.fakes.pair import Pair
+from tests.threads.inside import pulls_of
 
 
 class Interrupted(Counter[str]):
@@ -39,7 +40,7 @@ def test_an_increment_that_meets_the_taking_of_counts_is_not_lost() -> None:
         pair.pull("d", ticket)
         assert pair.outcome_of("d") is None
         counts = Interrupted(pair)
-        pair.puller._pulls.counts = counts
+        pulls_of(pair.puller).counts = counts
         for number in range(3):
             pair.pull(f"again{number}", ticket)
             assert "refused, consumed" in str(pair.outcome_of(f"again{number}"))

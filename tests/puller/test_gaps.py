@@ -19,6 +19,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ReadBlocks
 from registration.references import AttentionKind
 from tests.fakes.pair import NUM_BLOCKS, Cache, Pair
+from tests.threads.inside import num_open
 
 NUM_TOKENS = 100
 OURS, THEIRS = 64, 16
@@ -129,4 +130,4 @@ def test_a_pull_fails_whose_gaps_cannot_be_zeroed(
     pair.claim("r", pair.lend_blocks("r", lent))
     pair.puller.post(ReadBlocks("r", NEED))
     assert "CUDA out of memory" in (pair.outcome_of("r") or "")
-    assert pair.puller.num_open == 0
+    assert num_open(pair.puller) == 0

@@ -43,6 +43,7 @@ from registration.references import (
     RegistrationError,
 )
 from tests.fakes.pair import Cache, Pair
+from tests.threads.inside import num_open, pulls_of
 from transport import Device
 from transport.testing.inprocess.faults import Held
 
@@ -81,8 +82,8 @@ def test_a_reader_without_layers_is_done_at_once() -> None:
     with Pair() as pair:
         empty = KVCacheGroupReference(AttentionKind.FULL, None, 4, ())
         nothing = replace(pair.ours.references, groups=(empty,))
-        pair.puller._pulls._me = replace(pair.puller._pulls._me, references=nothing)
-        pair.puller._pulls.peers._pair = pair.puller._pulls._me.pair
+        pulls_of(pair.puller)._me = replace(pulls_of(pair.puller)._me, references=nothing)
+        pulls_of(pair.puller).peers._pair = pulls_of(pair.puller)._me.pair
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
         assert pair.freed() == "read"
@@ -100,7 +101,9 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         if redialled == "by another name":
             pair.pull("second", replace(pair.lend("r2"), host="localhost"))
             assert pair.outcome_of("second") is None
-        [peer] = [p for p in pair.puller._pulls.peers._peers.values() if p.key.host != "localhost"]
+        [peer] = [
+            p for p in pulls_of(pair.puller).peers._peers.values() if p.key.host != "localhost"
+        ]
         assert isinstance(peer.connection, Connection)
         peer.connection.socket.shutdown(socket.SHUT_RDWR)
         if redialled != "by another name":
@@ -248,7 +251,7 @@ def test_a_read_that_never_ends_is_given_up_although_its_claim_is_renewed() -> N
         assert pair.released == []
         pair.network.release()
         pair.wait(lambda: pair.released == ["d"])
-        assert pair.puller.num_open == 0
+        assert num_open(pair.puller) == 0
 
 
 def test_one_request_is_lent_once() -> None:

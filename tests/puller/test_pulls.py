@@ -16,6 +16,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.credulous import without_confirmation
 from tests.fakes.pair import Pair
+from tests.threads.inside import num_open, num_peers
 from transport import PeerLost
 from transport.testing.inprocess.faults import Failing, Held, Late
 
@@ -32,7 +33,7 @@ def test_a_pull_moves_the_blocks_and_frees_the_lease(layout: str) -> None:
                 assert pair.ours.row(ours) == pair.theirs.row(theirs)
             assert pair.ours.row(6) == b"\0" * len(pair.ours.row(6))
         assert (pair.ours.bytes != before).any()
-        assert pair.puller.num_open == 0
+        assert num_open(pair.puller) == 0
 
 
 def test_block_outermost_layouts_read_one_run_per_block() -> None:
@@ -241,7 +242,7 @@ def test_a_cancelled_pull_is_reported_only_when_nothing_can_write() -> None:
         pair.network.release()
         assert pair.outcome_of("d") == "cancelled"
         assert pair.freed() == "read"
-        assert pair.puller.num_open == 0
+        assert num_open(pair.puller) == 0
 
 
 def test_a_cancelled_claim_frees_the_lease_and_reports_nothing() -> None:
@@ -250,7 +251,7 @@ def test_a_cancelled_claim_frees_the_lease_and_reports_nothing() -> None:
         pair.cancel("d")
         assert pair.freed() == "read"
         assert pair.collect().failed == ()
-        assert pair.puller.num_open == 0
+        assert num_open(pair.puller) == 0
 
 
 def test_a_closed_port_is_a_failure_not_a_wait() -> None:
@@ -278,7 +279,7 @@ def test_a_lender_that_dies_fails_what_waits_for_it() -> None:
         pair.claim("d", pair.lend("r"))
         pair.wait(lambda: pair.lender.counts["claims"])
         pair.lender.close()
-        pair.wait(lambda: pair.puller.num_peers == 0)
+        pair.wait(lambda: num_peers(pair.puller) == 0)
         pair.start_read("d")
         assert "side channel" in str(pair.outcome_of("d"))
 

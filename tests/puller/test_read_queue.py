@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.puller.read_queue import CHUNK_S, MOST_NBYTES, ChunkSizer, PeerReadQueue, QueuedRead
-from pdconn.puller.reader_thread import ReaderThread
+from pdconn.puller.reader_thread import HeldTransport, ReaderThread
 from pdconn.puller.reads import JobResult, Read, ReadSettled, TransportJobs
+from pdconn.threads import Box
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.testing.inprocess.faults import Failing, Held
 from transport.testing.inprocess.network import InProcessNetwork
@@ -288,22 +289,19 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
         return read(peer, spans)
 
     monkeypatch.setattr(rig.reader, "read", slow_at_first)
+    results: Box[JobResult | HeldTransport] = Box()
+    thread = ReaderThread(rig.reader, results, sizer=ChunkSizer(SLICE))
     settled_reads: list[object] = []
-    over = threading.Semaphore(0)
-
-    def hear(news: object) -> None:
-        assert isinstance(news, ReadSettled)
-        settled_reads.append(news.tag)
-        over.release()
-
-    thread = ReaderThread(rig.reader, hear, sizer=ChunkSizer(SLICE))
     try:
         where, there = rig.ours.ctypes.data, rig.theirs.ctypes.data
         thread.post(Read("long", rig.peer, spans_of((where, there, 20 * SLICE))))
         assert posted.wait(20)
         thread.post(Read("short", rig.peer, spans_of((where, there, 8))))
         gate.set()
-        assert all(over.acquire(timeout=20) for _ in range(2))
+        while len(settled_reads) < 2:
+            item = results.take_one(20)
+            assert item is not None
+            settled_reads += [item.tag] if isinstance(item, ReadSettled) else []
     finally:
         gate.set()
         thread.close()

@@ -18,6 +18,7 @@ from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.verification import Verification, Verify
 from tests.fakes.pair import Pair
 from tests.faults.raw_clients import RawReader
+from tests.threads.inside import sessions_of
 from transport.testing.inprocess.faults import Late
 
 PROVING = [Verify.SAMPLE, Verify.ALWAYS]
@@ -79,7 +80,7 @@ def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
         pair.pull("d", pair.lend_blocks("r", blocks))
         assert "no checksum of what was lent" in str(pair.outcome_of("d"))
         assert pair.freed() == "read"
-        assert pair.lender._sessions.num_summed == 0
+        assert sessions_of(pair.lender).num_summed == 0
 
 
 def test_checksums_do_not_save_a_read_that_was_late() -> None:

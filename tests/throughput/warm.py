@@ -41,6 +41,7 @@ from pdconn.tools.lab.table import table
 from pdconn.tools.plan.engine import parse_engine
 from pdconn.tools.plan.shapes import built_in
 from registration.scratch import Scratch
+from tests.threads.inside import num_warm
 from transport import HOST
 
 KINDS = ("cold", "connected", "warmed", "elsewhere")
@@ -158,7 +159,7 @@ def _turn(
     transport.register([arena.memory, scratch.memory])
     with closing(Puller(me, transport, warm_up=_warm_up(kind, port, scratch))) as puller:
         give_up = time.monotonic() + PATIENCE_S
-        while kind in ("connected", "warmed") and not puller.num_warm:
+        while kind in ("connected", "warmed") and not num_warm(puller):
             if time.monotonic() > give_up:
                 raise RuntimeError(f"not warm after {PATIENCE_S:g} s")
             time.sleep(0.005)

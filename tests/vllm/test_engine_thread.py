@@ -22,6 +22,7 @@ from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from tests.fakes.pair import NUM_BLOCKS, Pair
 from tests.fakes.simulated.hooks import allocated, matched
 from tests.fakes.simulated.requests import vllm_request
+from tests.threads.inside import num_open
 from transport.testing.inprocess.faults import Held
 from transport.testing.inprocess.network import InProcessNetwork
 
@@ -109,7 +110,7 @@ def in_flight(count: int) -> Iterator[Decode]:
         decode = Decode(pair)
         decode.step(decode.requests(count))
         give_up = time.monotonic() + _PATIENCE_S
-        while not network.in_flight or pair.puller.num_open < 2 * count:
+        while not network.in_flight or num_open(pair.puller) < 2 * count:
             assert time.monotonic() < give_up, "nothing is read"
             time.sleep(0.002)
         try:

@@ -14,6 +14,7 @@ from pdconn.store.format.names import RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.folders import FolderId, folder_id
+from pdconn.threads import AmountBox
 
 _RECOUNT_S = 600.0
 _SOON_S = 60.0
@@ -25,7 +26,7 @@ _ROWS = 4
 
 
 class RootBudget:
-    """One engine's share of a root's bytes; :meth:`take` on the engine's thread, else the keeper's.
+    """One engine's share of a root's bytes, on the keeper's thread.
 
     Args:
         writer: the engine's name among those on the root.
@@ -51,9 +52,10 @@ class RootBudget:
         self._folders: dict[str, FolderId | None] = {}
         self._listing: list[StoredRow] | None = None
 
-    def take(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` may be written."""
-        return self._allowance.take(nbytes)
+    @property
+    def room(self) -> AmountBox:
+        """Bytes that may be written; the engine's thread takes of it."""
+        return self._allowance.room
 
     def open(self, shelf: Shelf) -> None:
         """Take part in the root's accounts."""

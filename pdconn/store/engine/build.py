@@ -12,10 +12,17 @@ from itertools import pairwise
 from pdconn.store.budget.evictions import HEADROOM
 from pdconn.store.commands import OpenStore
 from pdconn.store.engine.budgeting import RootBudget
-from pdconn.store.engine.catalogue import Catalogue
-from pdconn.store.engine.commits import Committer
-from pdconn.store.engine.keeper import Budget, Keeper, Told
-from pdconn.store.engine.lookups import Finder, LookupThread, ShareSizes
+from pdconn.store.engine.catalogue import Catalogue, Learnt
+from pdconn.store.engine.commits import Committer, row_sizes
+from pdconn.store.engine.keeper import Budget, Keeper, KeeperCommand, KeeperLoop, KeeperReport, Told
+from pdconn.store.engine.lookups import (
+    Finder,
+    LookupAnswer,
+    LookupLoop,
+    LookupQuestion,
+    Lookups,
+    ShareSizes,
+)
 from pdconn.store.engine.saves import RowBlocks
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
@@ -26,6 +33,7 @@ from pdconn.store.format.names import RowKind
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.open import keep_layout, open_shelf
+from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheGroupReference, KVCacheReferences
 
 log = logging.getLogger(__name__)
@@ -59,25 +67,12 @@ def build_scheduler(
     open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
     if budget is None and not settings.read_only:
         budget = RootBudget(settings, writer, layout, clock, time.time)
-    catalogue = Catalogue()
     sizes = ShareSizes.of([share_layout([rank], layout.block_tokens) for rank in ranks])
     _warn_of_little_room(settings, layout, sizes)
-    make_committer = partial(
-        Committer, layout, writer=writer, num_ranks=len(ranks), catalogue=catalogue, budget=budget
-    )
-    keeper = Keeper(
-        namespace,
-        catalogue=catalogue,
-        sizes=sizes,
-        shelf=open_it,
-        budget=budget,
-        committer=lambda settled: make_committer(settled=settled),
-        clock=clock,
-        told=told,
-        describe=partial(keep_layout, settings, layout=layout),
-    )
-    finder = Finder(layout, keeper.namespace, catalogue, sizes, settings.staging, clock)
-    keeper.start()
+    keeper, lookups = _start_threads(
+        settings, layout, sizes, num_ranks=len(ranks), namespace=namespace, writer=writer,
+        shelf=open_it, budget=budget, clock=clock, told=told,
+    )  # fmt: skip
     return StoreScheduler(
         settings,
         opening=OpenStore(layout, namespace, writer, replicas_of(ranks)),
@@ -86,10 +81,58 @@ def build_scheduler(
             layout.block_tokens,
             tuple(as_kept(group, layout.block_tokens) for group in groups_of(ranks)),
         ),
-        lookups=LookupThread(finder, open_it),
+        lookups=lookups,
         keeper=keeper,
         clock=clock,
     )
+
+
+def _start_threads(
+    settings: StoreSettings,
+    layout: StoreLayout,
+    sizes: ShareSizes,
+    *,
+    num_ranks: int,
+    namespace: str,
+    writer: str,
+    shelf: Callable[[], Shelf],
+    budget: Budget | None,
+    clock: Callable[[], float],
+    told: Told | None,
+) -> tuple[Keeper, Lookups]:
+    """Both threads, each with the other's inbox: they learn together which rows are there."""
+    to_keeper: Box[KeeperCommand] = Box()
+    to_lookups: Box[LookupQuestion | Learnt] = Box()
+    reports: Box[KeeperReport | ThreadDied] = Box()
+    answers: Box[LookupAnswer | ThreadDied] = Box()
+    catalogue = Catalogue(namespace)
+    keeping = KeeperLoop(
+        to_keeper,
+        reports,
+        to_lookups,
+        catalogue=catalogue,
+        shelf=shelf,
+        budget=budget,
+        committer=partial(
+            Committer, layout, writer=writer, num_ranks=num_ranks, catalogue=catalogue,
+            budget=budget,
+        ),
+        clock=clock,
+        describe=lambda place: keep_layout(settings, place, layout),
+    )  # fmt: skip
+    finder = Finder(layout, Catalogue(namespace), sizes, settings.staging, clock)
+    looking = LookupLoop(to_lookups, answers, to_keeper, finder, shelf)
+    keeper = Keeper(
+        Worker("pdconn-store-keeper", keeping.run, to_keeper, reports),
+        sizes=sizes,
+        row_nbytes=row_sizes(layout),
+        room=None if budget is None else budget.room,
+        lookups=to_lookups,
+        namespace=namespace,
+        told=told,
+    )
+    worker = Worker("pdconn-store-lookup", looking.run, to_lookups, answers)
+    return keeper, Lookups(worker, keeper.note_answer)
 
 
 def _warn_of_little_room(settings: StoreSettings, layout: StoreLayout, sizes: ShareSizes) -> None:

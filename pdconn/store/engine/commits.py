@@ -9,7 +9,7 @@ A row of which a rank says that it cannot save its share is given up at once, an
 do not come, of a rank that died or hangs, after a minute.  A rank that was late may make the part
 anew, of bytes that nobody reserved any more: parts that were given up are discarded again.
 
-Runs on the engine's background thread; ``add`` may be called by the engine's thread.
+Runs on the keeper's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.commands import SaveRow
-from pdconn.store.engine.catalogue import Catalogue
+from pdconn.store.engine.catalogue import Catalogue, RowsStored
 from pdconn.store.errors import RowDamaged, StoreError
 from pdconn.store.format.footer import Footer, decode_note, encode_footer, joined, row_nbytes
 from pdconn.store.format.layout import StoreLayout
@@ -41,6 +41,14 @@ _MOST_GIVEN_UP = 1024
 
 _AHEAD = 4
 """Rows without their notes, after which no more are looked at: ranks write them in order."""
+
+
+def row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
+    """Bytes of a row of each kind with its footer."""
+    sizes = {RowKind.FA: row_nbytes(layout.fa)}
+    if layout.wa is not None:
+        sizes[RowKind.WA] = row_nbytes(layout.wa)
+    return sizes
 
 
 class CommitBudget(Protocol):
@@ -99,9 +107,7 @@ class Committer:
     ) -> None:
         self._layout, self._writer, self._num_ranks = layout, writer, num_ranks
         self._catalogue, self._budget, self._settled = catalogue, budget, settled
-        self._nbytes = {RowKind.FA: row_nbytes(layout.fa)}
-        if layout.wa is not None:
-            self._nbytes[RowKind.WA] = row_nbytes(layout.wa)
+        self._nbytes = row_sizes(layout)
         self._waiting: dict[RowName, _Unnoted] = {}
         self._added: list[_Unnoted] = []
         self._last_note: float | None = None
@@ -113,10 +119,6 @@ class Committer:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def nbytes(self, kind: RowKind) -> int:
-        """Bytes of a row with its footer."""
-        return self._nbytes[kind]
 
     def take_failures(self) -> int:
         """Rows that could not be committed since the last call."""
@@ -189,7 +191,7 @@ class Committer:
     def _commit(
         self, shelf: Shelf, batch: SaveBatch, row: SaveRow, notes: Sequence[bytes]
     ) -> Committed | None:
-        if row.name.kind is RowKind.WA and not self._catalogue.has(RowKind.FA, row.name.key):
+        if row.name.kind is RowKind.WA and not self._has_full(shelf, batch.namespace, row.name):
             return None
         layout = self._layout.of(row.name.kind)
         sums = joined([decode_note(note) for note in notes], len(layout.slabs))
@@ -207,10 +209,15 @@ class Committer:
             part = StoredPart(self._writer, row.part, nbytes)
             is_new = self._budget.commit(shelf, part, batch.namespace, row.name)
         made = Committed(batch.namespace, row.name, nbytes, is_new)
-        self._catalogue.saved(row.name)
+        self._catalogue.learn(RowsStored(batch.namespace, (row.name,), are_new=True), 0.0)
         if self._budget is not None and not is_new:
             self._budget.release(nbytes)
         return made
+
+    def _has_full(self, shelf: Shelf, namespace: str, name: RowName) -> bool:
+        """Whether the FA row is there, which another engine may have saved."""
+        known = self._catalogue.has(RowKind.FA, name.key)
+        return known or shelf.has(namespace, replace(name, kind=RowKind.FA))
 
     def _discard_again(self, shelf: Shelf, now: float) -> None:
         self._discarded_at = now

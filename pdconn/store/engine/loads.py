@@ -36,7 +36,7 @@ from pdconn.store.commands import (
     StoreCommand,
 )
 from pdconn.store.engine.keeper import Keeper
-from pdconn.store.engine.lookups import Extras, Lookup, LookupThread
+from pdconn.store.engine.lookups import Extras, Lookup, LookupAnswer, Lookups
 from pdconn.store.engine.saves import Saving
 from pdconn.store.format.layout import aligned
 from pdconn.store.format.names import RowName
@@ -78,13 +78,13 @@ class StoredRequest:
     is_cut: bool = False
     known_extras: Sequence[bytes] | None = None
 
-    def learn_keys(self, lookup: Lookup) -> None:
+    def learn_keys(self, answer: LookupAnswer) -> None:
         """Take over keys, and where the prompt parts from those saved, from a look-up done."""
-        self.known_extras = lookup.known_extras
-        if len(lookup.chain.keys) > len(self.saving.chain.keys):
-            self.saving.chain = lookup.chain
-        if lookup.full and self.saving.junction is None:
-            self.saving.junction = lookup.full - 1
+        self.known_extras = answer.known_extras
+        if len(answer.chain.keys) > len(self.saving.chain.keys):
+            self.saving.chain = answer.chain
+        if answer.full and self.saving.junction is None:
+            self.saving.junction = answer.full - 1
 
     def extend_keys(self, until: int) -> bool:
         """Hash as far as ``until`` tokens, of the answer too; whether the request has keys at all.
@@ -98,9 +98,9 @@ class StoredRequest:
         self.saving.chain = self.saving.chain.extended(self.tokens, until, self.known_extras)
         return True
 
-    def is_first_cut(self, lookup: Lookup) -> bool:
+    def is_first_cut(self, answer: LookupAnswer) -> bool:
         """Whether staging held less than a look-up found, for the first time of this request."""
-        is_first = lookup.cut_nbytes > 0 and not self.is_cut
+        is_first = answer.cut_nbytes > 0 and not self.is_cut
         self.is_cut = self.is_cut or is_first
         return is_first
 
@@ -111,11 +111,11 @@ class StoredRequest:
 
     def awaits_keys(self) -> bool:
         """Whether it is being computed and what its keys depend on is not known yet."""
-        is_asked = self.lookup is not None and not self.lookup.done.is_set()
+        is_asked = self.lookup is not None and self.lookup.answer is None
         if self.load.is_looking and self.lookup is not None:
-            if is_asked:
+            if self.lookup.answer is None:
                 return True
-            self.learn_keys(self.lookup)
+            self.learn_keys(self.lookup.answer)
             self.load.leave()
         if self.known_extras is None and not self.reads_files:
             self.known_extras = self.extras()
@@ -221,7 +221,7 @@ class Loads:
         staging: int,
         least: int,
         num_ranks: int,
-        lookups: LookupThread,
+        lookups: Lookups,
         keeper: Keeper,
         commands: list[StoreCommand],
         clock: Callable[[], float],
@@ -274,26 +274,28 @@ class Loads:
         stored.load = StoreLoad()
         stored.load.ask(self._clock())
         stored.tries += 1
-        stored.lookup = Lookup(stored.tokens, stored.extras, limit, held, stored.saving.chain)
-        self._lookups.post(stored.lookup)
+        chain = stored.saving.chain
+        stored.lookup = self._lookups.look_up(stored.tokens, stored.extras, limit, held, chain)
 
     def _look_at(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
         lookup, load = stored.lookup, stored.load
         assert lookup is not None
-        if not lookup.done.is_set():
+        self._lookups.take_answers()
+        answer, held = lookup.answer, lookup.question.held
+        if answer is None:
             return None if self._waits(stored, now) else self._late(stored)
-        if lookup.has_asked:
+        if answer.has_asked:
             self.patience.note_answer()
-        stored.learn_keys(lookup)
-        stored.may_load = lookup.is_storable
-        if stored.is_first_cut(lookup):
+        stored.learn_keys(answer)
+        stored.may_load = answer.is_storable
+        if stored.is_first_cut(answer):
             self.counts["store_cut"] += 1
-        if lookup.boundary - num_local < self._least:
+        if answer.boundary - num_local < self._least:
             self.counts["store_misses"] += 1
             return self._leave(stored)
-        if lookup.held != num_local:  # blocks of the local hit came or went meanwhile
+        if held != num_local:  # blocks of the local hit came or went meanwhile
             return self._look_up_again(stored, num_local)
-        load.found(lookup.boundary, lookup.held, lookup.rows)
+        load.found(answer.boundary, held, answer.rows)
         return self._place(stored, now)
 
     def _look_up_again(self, stored: StoredRequest, num_local: int) -> int | None:
@@ -301,7 +303,7 @@ class Loads:
             self.counts["store_misses"] += 1
             return self._leave(stored)
         self._perform(stored.request, stored.load, stored.load.leave())
-        self.look_up(stored, stored.lookup.limit, num_local)
+        self.look_up(stored, stored.lookup.question.limit, num_local)
         return None
 
     def _place(self, stored: StoredRequest, now: float) -> int | None:
@@ -366,7 +368,7 @@ class Loads:
         self._awaited[stored.request] = load
         self.counts["store_hits"] += 1
         self.counts["store_hit_tokens"] += num_external
-        self._keeper.touch(load.rows)
+        self._keeper.rows_used(load.rows)
         return True
 
     def fail_load(self, request: str) -> None:
@@ -412,4 +414,4 @@ class Loads:
                 case AnsweredInTime():
                     self.patience.note_answer()
                 case DistrustRows(missing, damaged):
-                    self._keeper.failed(missing, damaged)
+                    self._keeper.rows_failed(missing, damaged)

@@ -1,5 +1,11 @@
 """Look-ups: which boundary of a prompt can be resumed from the store, on a thread of their own.
 
+::
+
+    engine's thread  Lookups ── LookupQuestion ──► LookupLoop ──► shelf
+                       ◄──────── LookupAnswer ────────┘  ▲
+    keeper           ─────── what is there, and gone ────┘
+
 The engine's thread posts a look-up and asks again at later steps.  Hashing the prompt, asking
 the catalogue and the shelf happen here, so that neither a long prompt nor a slow device delays
 a step.
@@ -8,19 +14,19 @@ a step.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pdconn.sidechannel.quiet_log import QuietLog
-from pdconn.store.engine.catalogue import Catalogue
+from pdconn.store.engine.catalogue import Catalogue, Learnt, RowsStored
 from pdconn.store.errors import StoreError
 from pdconn.store.format.boundaries import Has, find_boundary, rows_needed
 from pdconn.store.format.layout import StoreLayout, aligned
 from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf
+from pdconn.threads import Box, ThreadDied, Worker
 
 log = logging.getLogger(__name__)
 
@@ -28,29 +34,51 @@ Extras = Callable[[], Sequence[bytes] | None]
 """What else than tokens each canonical block depends on; None: the prompt has no keys."""
 
 
-@dataclass(slots=True, eq=False)
-class Lookup:
-    """One look-up.  Fields below ``done`` are valid once it is set.
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupQuestion:
+    """One look-up.
 
-    ``limit`` is the highest boundary to look for, ``held`` the tokens held already.  ``full``
-    counts leading FA rows that are there, which is where prompts part.  ``cut_nbytes`` are the
-    bytes of staging that the longest prefix needs, if that is more than there is, else 0.
-    ``known_extras`` is what ``extras`` gave; ``has_asked`` whether the shelf was asked.
+    ``limit`` is the highest boundary to look for, ``held`` the tokens held already.  Of ``tokens``
+    those up to ``limit``, and the one after it, do not change any more.
     """
 
+    number: int
     tokens: Sequence[int]
     extras: Extras
     limit: int
     held: int
     chain: Chain
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """What a look-up has found.
+
+    ``full`` counts leading FA rows that are there, which is where prompts part.  ``cut_nbytes``
+    are the bytes of staging that the longest prefix needs, if that is more than there is, else 0.
+    ``known_extras`` is what ``extras`` gave; ``has_asked`` whether the shelf was asked.
+    ``there`` are keys by kind of the prompt's rows that are known to be in ``namespace``.
+    """
+
+    number: int
+    namespace: str
+    chain: Chain
     is_storable: bool = True
     known_extras: Sequence[bytes] | None = None
     has_asked: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
     boundary: int = 0
     full: int = 0
     cut_nbytes: int = 0
     rows: tuple[RowName, ...] = ()
+    there: tuple[tuple[RowKind, tuple[bytes, ...]], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """A look-up as the engine's thread has it; ``answer`` is there once it is done."""
+
+    question: LookupQuestion
+    answer: LookupAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +135,7 @@ class Fitting:
         return cls(cut_nbytes=cut_nbytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Finder:
     """What look-ups are answered from.
 
@@ -115,41 +143,55 @@ class Finder:
     """
 
     layout: StoreLayout
-    namespace: Callable[[], str]
     catalogue: Catalogue
     sizes: ShareSizes
     staging: int
     clock: Callable[[], float]
 
-    def hash(self, lookup: Lookup) -> bool:
-        """Fill in the keys of a prompt, which need no shelf; whether it has any."""
-        lookup.known_extras = extras = lookup.extras()
+    def hash_prompt(self, question: LookupQuestion) -> LookupAnswer:
+        """The keys of a prompt, which need no shelf."""
+        empty = LookupAnswer(question.number, self.catalogue.namespace, question.chain)
+        extras = question.extras()
         if extras is None:
-            lookup.is_storable = False
-            return False
-        lookup.chain = lookup.chain.extended(lookup.tokens, lookup.limit, extras)
-        return True
+            return replace(empty, is_storable=False)
+        # The last token is computed and not looked up, and a row that it ends may be there.
+        chain = question.chain.extended(question.tokens, question.limit + 1, extras)
+        return replace(empty, known_extras=extras, chain=chain)
 
-    def answer(self, lookup: Lookup, shelf: Shelf) -> None:
-        """Fill in which rows of a prompt with keys are there."""
-        chain = lookup.chain
-        has = _Asked(self, chain, shelf)
-        limit = min(lookup.limit, len(chain.keys) * self.layout.block_tokens)
-        tokens = range(lookup.held, max(limit, lookup.held))
-        found = Fitting.of(self.layout, self.sizes, self.staging, tokens, has)
-        lookup.boundary, lookup.cut_nbytes = found.boundary, found.cut_nbytes
-        lookup.rows = tuple(chain.name(kind, index) for kind, index in found.rows)
-        lookup.full, lookup.has_asked = has.full, has.has_asked
+    def find_rows(
+        self, question: LookupQuestion, hashed: LookupAnswer, asked: AskedRows
+    ) -> LookupAnswer:
+        """Which rows of a prompt with keys are there."""
+        chain = hashed.chain
+        limit = min(question.limit, len(chain.keys) * self.layout.block_tokens)
+        tokens = range(question.held, max(limit, question.held))
+        found = Fitting.of(self.layout, self.sizes, self.staging, tokens, asked)
+        has = self.catalogue.has
+        return replace(
+            hashed,
+            boundary=found.boundary,
+            cut_nbytes=found.cut_nbytes,
+            rows=tuple(chain.name(kind, index) for kind, index in found.rows),
+            full=asked.full,
+            has_asked=asked.has_asked,
+            there=tuple(
+                (kind, tuple(key for key in chain.keys if has(kind, key))) for kind in RowKind
+            ),
+        )
 
 
-class _Asked:
-    """Whether rows of one prompt are there; ``full`` counts its leading FA rows that are."""
+class AskedRows:
+    """Whether rows of one prompt are there; ``full`` counts its leading FA rows that are.
+
+    ``found`` are rows that only the shelf knew of.
+    """
 
     def __init__(self, finder: Finder, chain: Chain, shelf: Shelf) -> None:
         self._finder, self._chain, self._shelf = finder, chain, shelf
-        self._namespace, self._now = finder.namespace(), finder.clock()
+        self._now = finder.clock()
         self.full = 0
         self.has_asked = False
+        self.found: list[RowName] = []
 
     def __call__(self, kind: RowKind, index: int) -> bool:
         catalogue, key = self._finder.catalogue, self._chain.keys[index]
@@ -158,59 +200,124 @@ class _Asked:
         if not catalogue.has(kind, key):
             name = self._chain.name(kind, index)
             self.has_asked = True
-            if not self._shelf.has(self._namespace, name):
+            if not self._shelf.has(catalogue.namespace, name):
                 return False
-            catalogue.add((name,))
+            catalogue.learn(RowsStored(catalogue.namespace, (name,)), self._now)
+            self.found.append(name)
         if kind is RowKind.FA:
             self.full = max(self.full, index + 1)
         return True
 
 
-class LookupThread:
-    """Answers look-ups in order; ``shelf`` opens the shelf, on the thread."""
+class Lookups:
+    """The engine's end of the look-ups' boxes.
 
-    def __init__(self, finder: Finder, shelf: Callable[[], Shelf]) -> None:
-        self._finder, self._open_shelf = finder, shelf
-        self._has_told_of_cuts = False
-        self._warnings = QuietLog(log, pause_s=REPEAT_S)
-        self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="pdconn-store-lookup", daemon=True)
-        self._thread.start()
+    Args:
+        worker: their thread.
+        note: is given each answer, on the engine's thread.
+    """
 
-    def post(self, lookup: Lookup) -> None:
-        """Answer it soon."""
-        self._queue.put(lookup)
+    def __init__(
+        self,
+        worker: Worker[LookupQuestion | Learnt],
+        note: Callable[[LookupAnswer], None] = lambda answer: None,
+    ) -> None:
+        self._worker, self._note = worker, note
+        self._open: dict[int, Lookup] = {}
+        self._number = 0
+        worker.start()
+
+    def look_up(
+        self, tokens: Sequence[int], extras: Extras, limit: int, held: int, chain: Chain
+    ) -> Lookup:
+        """Post a look-up; see :class:`LookupQuestion`."""
+        self._number += 1
+        question = LookupQuestion(self._number, tokens, extras, limit, held, chain)
+        lookup = self._open[self._number] = Lookup(question)
+        self._worker.inbox.put(question)
+        return lookup
+
+    def take_answers(self) -> None:
+        """Fill in the answers that have come."""
+        if not self._worker.outbox.items:
+            return
+        for answer in self._worker.outbox.take():
+            if isinstance(answer, ThreadDied):
+                continue  # what it was asked for is computed, each after its time
+            self._note(answer)
+            lookup = self._open.pop(answer.number, None)
+            if lookup is not None:
+                lookup.answer = answer
 
     def close(self) -> None:
         """End the thread; look-ups that wait are never answered."""
-        self._queue.put(None)
-        self._thread.join(10.0)
+        self._worker.end(10.0)
 
-    def _tell_of_cut(self, lookup: Lookup) -> None:
+
+class LookupLoop:
+    """What the look-ups' thread owns.
+
+    Args:
+        inbox, outbox: of :class:`Lookups`; the keeper puts what it learns into the former.
+        keeper: the keeper's inbox, to let it know what only the shelf knew.
+        shelf: opens the shelf, on the thread.
+    """
+
+    def __init__(
+        self,
+        inbox: Box[LookupQuestion | Learnt],
+        outbox: Box[LookupAnswer | ThreadDied],
+        keeper: Box[Any],
+        finder: Finder,
+        shelf: Callable[[], Shelf],
+    ) -> None:
+        self._inbox, self._outbox, self._keeper = inbox, outbox, keeper
+        self._finder, self._open_shelf = finder, shelf
+        self._shelf: Shelf | None = None
+        self._has_told_of_cuts = False
+        self._warnings = QuietLog(log, pause_s=REPEAT_S)
+
+    def run(self) -> None:
+        """Answer in order until the inbox is closed."""
+        try:
+            while not self._inbox.is_closed:
+                item = self._inbox.take_one()
+                if isinstance(item, LookupQuestion):
+                    self._outbox.put(self._answer(item))
+                elif item is not None:
+                    self._finder.catalogue.learn(item, self._finder.clock())
+        finally:
+            if self._shelf is not None:
+                self._shelf.close()
+
+    def _answer(self, question: LookupQuestion) -> LookupAnswer:
+        """The answer, whatever fails: what is known by then."""
+        finder = self._finder
+        answer = LookupAnswer(question.number, finder.catalogue.namespace, question.chain)
+        try:
+            answer = finder.hash_prompt(question)
+            if answer.is_storable:
+                self._shelf = self._shelf or self._open_shelf()
+                asked = AskedRows(finder, answer.chain, self._shelf)
+                answer = finder.find_rows(question, answer, asked)
+                if asked.found:
+                    self._keeper.put(RowsStored(finder.catalogue.namespace, tuple(asked.found)))
+                self._tell_of_cut(answer)
+        except StoreError as error:
+            self._warnings.warning("pdconn: store: look-up failed: %s", error)
+        except Exception:  # the thread must answer the next one
+            log.exception("pdconn: store: look-up failed")
+        return answer
+
+    def _tell_of_cut(self, answer: LookupAnswer) -> None:
         """Say once that a larger ``staging`` would load more; a metric counts the rest."""
-        if not lookup.cut_nbytes or self._has_told_of_cuts:
+        if not answer.cut_nbytes or self._has_told_of_cuts:
             return
         self._has_told_of_cuts = True
         log.warning(
             "pdconn: store: staging holds less than a stored prefix, less of it is loaded; said "
             "once: tokens=%d needed=%d staging=%d",
-            lookup.boundary,
-            lookup.cut_nbytes,
+            answer.boundary,
+            answer.cut_nbytes,
             self._finder.staging,
         )
-
-    def _run(self) -> None:
-        shelf: Shelf | None = None
-        while (lookup := self._queue.get()) is not None:
-            try:
-                if self._finder.hash(lookup):
-                    shelf = shelf or self._open_shelf()
-                    self._finder.answer(lookup, shelf)
-                    self._tell_of_cut(lookup)
-            except StoreError as error:
-                self._warnings.warning("pdconn: store: look-up failed: %s", error)
-            except Exception:  # the thread must answer the next one
-                log.exception("pdconn: store: look-up failed")
-            lookup.done.set()
-        if shelf is not None:
-            shelf.close()

@@ -186,7 +186,7 @@ class Saves:
             return None
         by_group = ids()
         names = [name for name in names if self._blocks.has_all(name, by_group)]
-        names = self._keeper.admitted(names)
+        names = self._keeper.admit_rows(names)
         if not names:
             return None
         self._number += 1
@@ -194,13 +194,13 @@ class Saves:
         blocks = block_lists(self._blocks, names, by_group)
         self._reading[self._number] = self._num_ranks
         self._commands.append(SaveRows(self._number, blocks, rows))
-        self._keeper.add(SaveBatch(namespace, rows))
+        self._keeper.add_batch(SaveBatch(namespace, rows))
         return Save(self._number, blocks, tuple(names))
 
     def note_save(self, result: SaveResult | SaveFailed) -> int | None:
         """A rank has answered; the number of a save all of whose blocks may be freed now."""
         if isinstance(result, SaveFailed):
-            self._keeper.not_saved(result.part)
+            self._keeper.part_not_saved(result.part)
         elif (left := self._reading.get(result.number, 0) - 1) > 0:
             self._reading[result.number] = left
         elif self._reading.pop(result.number, None) is not None:

@@ -19,7 +19,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import FetchResult, OpenStore, StoreCommand, StoreResult
 from pdconn.store.engine.keeper import Keeper
 from pdconn.store.engine.loads import Loads, StoredRequest
-from pdconn.store.engine.lookups import Extras, LookupThread
+from pdconn.store.engine.lookups import Extras, Lookups
 from pdconn.store.engine.saves import RowBlocks, Save, Saves, Saving
 from pdconn.store.format.boundaries import Spacing, pieces
 from pdconn.store.format.names import Chain, RowKind, RowName
@@ -47,7 +47,7 @@ class StoreScheduler:
         opening: OpenStore,
         spacing: Spacing,
         blocks: RowBlocks,
-        lookups: LookupThread,
+        lookups: Lookups,
         keeper: Keeper,
         clock: Callable[[], float],
     ) -> None:
@@ -152,6 +152,7 @@ class StoreScheduler:
         # The pass completes no row.
         if after // self._opening.layout.block_tokens <= stored.saving.next_block:
             return None
+        self._lookups.take_answers()
         # Its keys are hashed by a look-up, on its thread; until then nothing is saved of it.
         if stored.needs_keys() and not self.loads.patience.is_hung:
             self.loads.look_up(stored, stored.num_prompt_tokens - 1, 0)
@@ -166,6 +167,7 @@ class StoreScheduler:
 
     def take_commands(self) -> list[StoreCommand]:
         """This step's commands for the ranks, in order."""
+        self._keeper.take_reports()
         commands = self._commands[:]
         self._commands.clear()
         return commands

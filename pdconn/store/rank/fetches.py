@@ -7,15 +7,14 @@ loaded, or dropped and answered::
                 │                                      └────► failed
     DropFetch ──┴─► rows not begun are left out ──► FetchResult, over
 
-Several threads take rows, so that one reads while another verifies.
+Several threads take rows from one box, so that one reads while another verifies.  Which rows are
+left of which fetch is known by the engine's thread, which alone has the :class:`FetchTable`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from pdconn.integrity.zeros import fill_with_zeros
 from pdconn.planning.errors import PlanningError
@@ -23,20 +22,21 @@ from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.errors import RowDamaged, RowMissing, StoreError
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.rank.copies import Copies
-from pdconn.store.rank.reports import StoreReports
 from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.staging import HostArea
+from pdconn.store.rank.tasks import (
+    Answer,
+    FetchRefused,
+    Loaded,
+    LoadFailed,
+    Problem,
+    RowTried,
+    TaskReports,
+)
 from pdconn.store.shelf.base import Shelf
+from pdconn.threads import Box
 from transport import Spans
 from transport.streams import StreamPoint
-
-
-class Problem(Enum):
-    """Why a row is not in staging; left out are rows of dropped fetches, which are not tried."""
-
-    MISSING = auto()
-    DAMAGED = auto()
-    LEFT_OUT = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,6 @@ class FetchUnderWay:
     """A fetch: rows ``left`` to try, and ``bad`` ones, by their places among the rows."""
 
     fetch: Fetch
-    namespace: str
     left: set[int]
     bad: dict[int, Problem] = field(default_factory=dict)
     is_dropped: bool = False
@@ -59,96 +58,98 @@ class FetchUnderWay:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowRead:
+class BeginFetch:
+    """Rows to read, once it is known where each lies in staging."""
+
+    fetch: Fetch
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadRow:
     """A row to read: its place in its fetch, and where it lies in staging."""
 
-    of: FetchUnderWay
+    of: BeginFetch
     place: int
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadUnderWay:
-    """A load, which writes to its blocks once the GPU has come to ``after``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadFetched:
+    """A load of a fetch, which writes to its blocks once the GPU has come to ``after``."""
 
+    fetch: Fetch
     load: LoadRows
     after: StreamPoint | None
 
 
-ReadTask = FetchUnderWay | RowRead | LoadUnderWay
+ReadTask = BeginFetch | ReadRow | LoadFetched
+
+
+def refused_read(task: ReadTask) -> Answer:
+    """The answer to a task that is not done."""
+    if isinstance(task, ReadRow):
+        return RowTried(task.of.fetch.number, task.place, Problem.MISSING)
+    if isinstance(task, BeginFetch):
+        return FetchRefused(task.fetch.number)
+    return LoadFailed(task.load.request)
 
 
 class FetchTable:
-    """The fetches that have bytes in staging.  Any thread."""
+    """The fetches that have bytes in staging."""
 
-    def __init__(self, reports: StoreReports) -> None:
-        self._reports = reports
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
         self._fetches: dict[int, FetchUnderWay] = {}
 
     def __len__(self) -> int:
         return len(self._fetches)
 
-    def add(self, fetch: Fetch, namespace: str) -> FetchUnderWay:
+    def add_fetch(self, fetch: Fetch) -> None:
         """A fetch begins."""
-        made = FetchUnderWay(fetch, namespace, set(range(len(fetch.rows))))
-        with self._lock:
-            self._fetches[fetch.number] = made
-        return made
+        self._fetches[fetch.number] = FetchUnderWay(fetch, set(range(len(fetch.rows))))
 
-    def tried(self, fetch: FetchUnderWay, place: int, problem: Problem | None) -> None:
-        """A row was read, or could not be; the last one answers the fetch."""
-        with self._lock:
-            if place not in fetch.left:
-                return
-            fetch.left.remove(place)
-            if problem is not None:
-                fetch.bad[place] = problem
-            if fetch.left:
-                return
-        self._answer(fetch)
+    def rows_tried(
+        self, number: int, places: Sequence[int] | None, problem: Problem | None
+    ) -> FetchResult | None:
+        """Rows were read, or could not be; all that are left, for None.  The last one answers."""
+        fetch = self._fetches.get(number)
+        if fetch is None:
+            return None
+        tried = fetch.left.copy() if places is None else fetch.left.intersection(places)
+        if places is not None and not tried:
+            return None
+        fetch.left -= tried
+        if problem is not None:
+            fetch.bad.update(dict.fromkeys(tried, problem))
+        if fetch.left:
+            return None
+        if fetch.is_dropped:
+            del self._fetches[number]
+        return fetch.result()
 
-    def all_missing(self, fetch: FetchUnderWay) -> None:
-        """No row will be tried; answers the fetch."""
-        with self._lock:
-            fetch.bad = dict.fromkeys(fetch.left, Problem.MISSING)
-            fetch.left.clear()
-        self._answer(fetch)
-
-    def drop(self, number: int) -> None:
+    def drop_fetch(self, number: int) -> None:
         """The bytes of a fetch are not needed (any more)."""
-        with self._lock:
-            fetch = self._fetches.get(number)
-            if fetch is None:
-                return
+        fetch = self._fetches.get(number)
+        if fetch is not None:
             fetch.is_dropped = True
             if not fetch.left:
                 del self._fetches[number]
 
-    def take(self, number: int) -> FetchUnderWay | None:
+    def take_fetch(self, number: int) -> Fetch | None:
         """End a fetch by a load: None if there is none, or not with every row."""
-        with self._lock:
-            fetch = self._fetches.get(number)
-            if fetch is None or fetch.left:
-                return None
-            del self._fetches[number]
-        return None if fetch.bad or fetch.is_dropped else fetch
-
-    def _answer(self, fetch: FetchUnderWay) -> None:
-        with self._lock:
-            if fetch.is_dropped:
-                self._fetches.pop(fetch.fetch.number, None)
-        result = fetch.result()
-        self._reports.count(rows_missing=len(result.missing), rows_damaged=len(result.damaged))
-        self._reports.answer(result)
+        fetch = self._fetches.get(number)
+        if fetch is None or fetch.left:
+            return None
+        del self._fetches[number]
+        return None if fetch.bad or fetch.is_dropped else fetch.fetch
 
 
 class RowReader:
     """One thread's reads and loads.
 
     Args:
+        inbox: where the rows of a fetch are put, before all that waits.
         open_shelf: opens the thread's own shelf, at the first row and again where that failed.
-        put_first: adds tasks before all that wait.
         copies: the thread's own, to KV memory.
     """
 
@@ -156,16 +157,15 @@ class RowReader:
         self,
         opened: OpenedRank,
         staging: HostArea,
-        fetches: FetchTable,
-        reports: StoreReports,
+        inbox: Box[ReadTask],
+        reports: TaskReports,
         *,
         open_shelf: Callable[[], Shelf],
-        put_first: Callable[[list[ReadTask]], None],
         copies: Copies,
     ) -> None:
         self._opened, self._staging = opened, staging
-        self._fetches, self._reports = fetches, reports
-        self._open_shelf, self._put_first, self._copies = open_shelf, put_first, copies
+        self._inbox, self._reports = inbox, reports
+        self._open_shelf, self._copies = open_shelf, copies
         self._footer = HostArea(opened.most_footer_nbytes)
         self._shelf: Shelf | None = None
 
@@ -177,24 +177,33 @@ class RowReader:
 
     def work(self, task: ReadTask) -> None:
         """Do one task and report it."""
-        if isinstance(task, RowRead):
-            self._fetches.tried(task.of, task.place, self._read(task))
-        elif isinstance(task, FetchUnderWay):
+        if isinstance(task, ReadRow):
+            tried = RowTried(task.of.fetch.number, task.place, self._read(task))
+            self._reports.answer(tried, quietly=self._has_more(task.of))
+        elif isinstance(task, BeginFetch):
             self._begin(task)
         else:
             if task.after is not None:
                 task.after.synchronize()
-            self._load(task.load)
+            self._load(task)
 
-    def _begin(self, fetch: FetchUnderWay) -> None:
+    def _has_more(self, fetch: BeginFetch) -> bool:
+        """Whether rows of the same fetch wait: the engine has no answer without them."""
+        try:
+            following = self._inbox.items[0]
+        except IndexError:
+            return False
+        return isinstance(following, ReadRow) and following.of is fetch
+
+    def _begin(self, begun: BeginFetch) -> None:
         """Put the fetch's rows before other fetches; all are missing where there is no room."""
         tasks: list[ReadTask] = []
-        for place, offset in enumerate(self._offsets(fetch.fetch)[:-1]):
-            tasks.append(RowRead(fetch, place, offset))
-        if not tasks or not self._fits(fetch.fetch):
-            self._fetches.all_missing(fetch)
+        for place, offset in enumerate(self._offsets(begun.fetch)[:-1]):
+            tasks.append(ReadRow(begun, place, offset))
+        if not tasks or not self._fits(begun.fetch):
+            self._reports.answer(FetchRefused(begun.fetch.number))
         else:
-            self._put_first(tasks)
+            self._inbox.put_first(tasks)
 
     def _offsets(self, fetch: Fetch) -> list[int]:
         """Where each row begins in staging, and where the last one ends."""
@@ -215,11 +224,9 @@ class RowReader:
         )
         return False
 
-    def _read(self, task: RowRead) -> Problem | None:
+    def _read(self, task: ReadRow) -> Problem | None:
         """Read and verify one row; why it is not there, or None."""
         name = task.of.fetch.rows[task.place]
-        if task.of.is_dropped:
-            return Problem.LEFT_OUT
         share = self._opened.kinds[name.kind].share
         if not share.slabs:
             return None
@@ -240,14 +247,10 @@ class RowReader:
         self._reports.count(rows_read=1, bytes_read=share.nbytes + share.footer_nbytes)
         return None
 
-    def _load(self, load: LoadRows) -> None:
-        fetch = self._fetches.take(load.number)
-        if fetch is None:
-            self._reports.warn("a load without its rows: request=%s", load.request)
-            self.fail(load)
-            return
+    def _load(self, task: LoadFetched) -> None:
+        load = task.load
         try:
-            for spans in self._spans(fetch.fetch, load):
+            for spans in self._spans(task.fetch, load):
                 self._copies.copy_in(spans)
             for gaps in self._opened.gaps(load.need):
                 fill_with_zeros(gaps)
@@ -255,15 +258,10 @@ class RowReader:
             # Torch says RuntimeError where a GPU has no memory: that is no error of ours, of which
             # the third would switch the store off.
             self._reports.warn("a load failed: request=%s: %s", load.request, error)
-            self.fail(load)
+            self._reports.answer(LoadFailed(load.request))
             return
         self._reports.count(loads=1)
-        self._reports.loaded(load.request)
-
-    def fail(self, load: LoadRows) -> None:
-        """Report that a request's blocks do not hold what they should."""
-        self._reports.count(load_failures=1)
-        self._reports.load_failed(load.request)
+        self._reports.answer(Loaded(load.request))
 
     def _spans(self, fetch: Fetch, load: LoadRows) -> Iterator[Spans]:
         """What is to be copied, kind by kind: a kind without rows must need none."""

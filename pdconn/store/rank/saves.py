@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdconn.planning.errors import PlanningError
+from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.errors import StoreError
 from pdconn.store.format.footer import checksum, encode_note, failed_note, row_nbytes
 from pdconn.store.rank.copies import Copies
-from pdconn.store.rank.reports import StoreReports
 from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
 from pdconn.store.rank.staging import HostArea
+from pdconn.store.rank.tasks import Answer, TaskReports
 from pdconn.store.shelf.base import Shelf
 from transport.streams import StreamPoint
 
@@ -47,28 +48,31 @@ class RowWriter:
     Args:
         open_shelf: opens the thread's own shelf, at the first row and again where that failed.
         copies: the thread's own, from KV memory.
-        begins: called before each row is begun; shows that a process of the writer lives.
+        held: shows that a process of the writer lives; None where nothing asks for that.
     """
 
     def __init__(
         self,
         opened: OpenedRank,
         buffer: HostArea,
-        reports: StoreReports,
+        reports: TaskReports,
         open_shelf: Callable[[], Shelf],
         copies: Copies,
         *,
-        begins: Callable[[], object] = lambda: None,
+        held: HeldWriter | None,
     ) -> None:
         self._opened, self._buffer, self._reports = opened, buffer, reports
-        self._open_shelf, self._copies, self._begins = open_shelf, copies, begins
+        self._open_shelf, self._copies, self._held = open_shelf, copies, held
         self._shelf: Shelf | None = None
 
     def close(self) -> None:
-        """Close the shelf."""
+        """Close the shelf, and free what else the thread has."""
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
+        if self._held is not None:
+            self._held.close()
+        self._buffer.unpin()
 
     def work(self, task: SaveUnderWay) -> None:
         """Save all rows of a task, and report when its blocks have been read."""
@@ -94,7 +98,8 @@ class RowWriter:
             sums = {
                 slab.number: checksum(self._buffer.view(slab.offset, slab.nbytes)) for slab in slabs
             }
-            self._begins()
+            if self._held is not None:
+                self._held.renew()
             self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
             if slabs:
                 self._write(row, slabs)
@@ -138,7 +143,7 @@ class RowWriter:
         return self._shelf
 
 
-def answer(task: SaveUnderWay, reports: StoreReports) -> None:
+def answer(task: SaveUnderWay, reports: TaskReports) -> None:
     """Report that the blocks may be freed, once."""
     if not task.is_read:
         task.is_read = True
@@ -150,7 +155,7 @@ def refuse_save(
     writer: str,
     rank: int,
     open_shelf: Callable[[], Shelf],
-    reports: StoreReports,
+    reports: TaskReports,
 ) -> None:
     """Answer a save that cannot go on, and note that its other rows were not written."""
     answer(task, reports)
@@ -164,3 +169,8 @@ def refuse_save(
         reports.warn("notes were not left: rows=%d: %s", len(rows), error)
         for row in rows:
             reports.answer(SaveFailed(row.part))
+
+
+def unsaved(task: SaveUnderWay) -> list[Answer]:
+    """The answers to a save that no thread has begun: nothing is written, so no note says why."""
+    return [SaveResult(task.save.number), *(SaveFailed(row.part) for row in task.save.rows)]

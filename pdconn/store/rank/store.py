@@ -4,24 +4,25 @@
 
     engine's thread                readers (2)                        writer (1)
     post(Fetch) ───────────────►   rows ► staging, verified
-    results() ◄────────────────    FetchResult
+    results() ◄────────────────    RowTried ► FetchResult
     post(LoadRows) ────────────────►   staging ► KV blocks
     take_loaded() ◄────────────    request
     post(SaveRows), held back
     after_pass() ──────────────────────────────────────────────────►  KV blocks ► parts, notes
     results() ◄─────────────────────────────────────────────────────  SaveResult
 
-The engine's thread queues and takes, and does nothing else: what a store opens, reads, plans and
-copies is done on the store's own threads.  Every Fetch, LoadRows and SaveRows is answered, also by
-threads that have failed.
+The engine's thread queues and takes, and keeps count of what is left of which fetch: what a store
+opens, reads, plans and copies is done on the store's own threads.  Every Fetch, LoadRows and
+SaveRows is answered, also by threads that have failed.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import (
@@ -36,21 +37,33 @@ from pdconn.store.commands import (
 )
 from pdconn.store.rank.copies import copies_of
 from pdconn.store.rank.fetches import (
+    BeginFetch,
     FetchTable,
-    FetchUnderWay,
-    LoadUnderWay,
-    Problem,
+    LoadFetched,
+    ReadRow,
     ReadTask,
-    RowRead,
     RowReader,
+    refused_read,
 )
-from pdconn.store.rank.reports import StoreReports
-from pdconn.store.rank.saves import RowWriter, SaveUnderWay, answer, refuse_save
+from pdconn.store.rank.saves import RowWriter, SaveUnderWay, refuse_save, unsaved
 from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.staging import HostArea
-from pdconn.store.rank.task_threads import TaskThreads
+from pdconn.store.rank.tasks import (
+    Answer,
+    FetchRefused,
+    Loaded,
+    LoadFailed,
+    Problem,
+    RowTried,
+    StagingReady,
+    SwitchedOff,
+    TaskLoop,
+    TaskReport,
+    TaskReports,
+)
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
+from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheReferences
 from transport import Device
 from transport.streams import StreamPoint, stream_point
@@ -59,20 +72,57 @@ log = logging.getLogger(__name__)
 
 NUM_READERS = 2
 """One reads while the other verifies or loads."""
+READER, WRITER = "pdconn-store-read", "pdconn-store-write"
 CLOSE_S = 5.0
 """How long :meth:`RankStore.close` waits for reads and writes under way."""
 
 
-class RankStore:
-    """Fetches, loads and saves of one rank.  All methods are for the engine's thread.
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What every thread of a rank's store begins with.
 
-    Args:
+    Attributes:
         settings: ``staging`` counts here.
         references: this rank's KV memory.
         rank: its number among the ranks of :attr:`OpenStore.replicas`.
         open_shelf: opens a shelf for one thread.
-        wake: called on any thread whenever there is something new to take.
         hold: opens what shows that a process of the writer lives, see :mod:`..budget.accounts`.
+    """
+
+    settings: StoreSettings
+    references: KVCacheReferences
+    rank: int
+    open_shelf: Callable[[], Shelf]
+    hold: Callable[[str], HeldWriter] | None
+
+    @property
+    def device(self) -> Device:
+        """Where the KV memory is."""
+        return self.references.tensors[0].device
+
+    def new_area(self, nbytes: int) -> HostArea:
+        """Host memory that rows pass through."""
+        area = HostArea(nbytes)
+        if self.device.kind == "cuda":
+            area.pin()
+        return area
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What the engine's thread has heard of and not taken."""
+
+    results: list[StoreResult] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class RankStore:
+    """Fetches, loads and saves of one rank, for the engine's thread.
+
+    Args:
+        settings, references, rank, open_shelf, hold: see :class:`RankSetup`.
     """
 
     def __init__(
@@ -82,32 +132,20 @@ class RankStore:
         rank: int,
         open_shelf: Callable[[], Shelf],
         *,
-        wake: Callable[[], None] = lambda: None,
         hold: Callable[[str], HeldWriter] | None = None,
     ) -> None:
-        self._settings, self._references, self._rank = settings, references, rank
-        self._open_shelf, self._hold = open_shelf, hold
-        self._held_writer: HeldWriter | None = None
-        self._reports = StoreReports(wake)
-        self._fetches = FetchTable(self._reports)
+        self._setup = RankSetup(settings, references, rank, open_shelf, hold)
         self._opening: OpenStore | None = None
-        self._opened: OpenedRank | None = None
-        self._lock = threading.Lock()
-        self._areas: list[HostArea] = []
+        self._outbox: Box[TaskReport | ThreadDied] = Box()
+        self._to_read: Box[ReadTask] = Box()
+        self._to_write: Box[SaveUnderWay] = Box()
+        self._workers: dict[str, Worker[ReadTask] | Worker[SaveUnderWay]] = {}
+        self._fetches = FetchTable()
+        self._answers = _Answers()
         self._held: list[SaveRows] = []
+        self._reads = False
+        self._staging: HostArea | None = None
         self._is_closed = False
-        self._readers: TaskThreads[ReadTask] = TaskThreads(
-            "pdconn-store-read", NUM_READERS, self._begin_reader, self._refuse_read
-        )
-        self._writers: TaskThreads[SaveUnderWay] = TaskThreads(
-            "pdconn-store-write", 1, self._begin_writer, self._refuse_save
-        )
-
-    @property
-    def _device(self) -> Device:
-        return self._references.tensors[0].device
-
-    # The engine's thread
 
     def post(self, command: StoreCommand, after: StreamPoint | None = None) -> None:
         """Begin a command; saves wait for :meth:`after_pass`.  Commands keep their order.
@@ -120,18 +158,15 @@ class RankStore:
         if isinstance(command, OpenStore):
             self._open(command)
         elif isinstance(command, Fetch):
-            opening = self._opening
-            fetch = self._fetches.add(command, opening.namespace if opening else "")
-            if opening is None:
-                self._fetches.all_missing(fetch)
-            else:
-                self._readers.put(fetch)
+            self._fetches.add_fetch(command)
+            namespace = self._opening.namespace if self._opening else ""
+            self._read(BeginFetch(command, namespace))
         elif isinstance(command, LoadRows):
-            self._readers.put_first([LoadUnderWay(command, after)])
+            self._load(command, after)
         elif isinstance(command, DropFetch):
-            self._fetches.drop(command.number)
+            self._drop(command.number)
         elif isinstance(command, FailLoad):
-            self._fail(command.request)
+            self._hear(LoadFailed(command.request))
         else:
             self._held.append(command)
 
@@ -140,29 +175,53 @@ class RankStore:
         if not self._held:
             return
         held, self._held = self._held, []
-        after = stream_point(self._device)
+        after = stream_point(self._setup.device)
         for save in held:
-            self._writers.put(SaveUnderWay(save, after))
+            task = SaveUnderWay(save, after)
+            if WRITER in self._workers:
+                self._to_write.put(task)
+            else:
+                for answer in unsaved(task):
+                    self._hear(answer)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a thread reports something, or something was reported before."""
+        answers = self._answers
+        if not (answers.results or answers.loaded or answers.failed):
+            self._outbox.wait(timeout_s)
 
     def has_results(self) -> bool:
         """Whether there is something to take: answers, or requests that were loaded or failed."""
-        return self._reports.has_any
+        self._take_reports()
+        answers = self._answers
+        return bool(answers.results or answers.loaded or answers.failed)
 
     def results(self) -> list[StoreResult]:
         """Answers since the last call, for the scheduler."""
-        return self._reports.take_results()
+        self._take_reports()
+        results, self._answers.results = self._answers.results, []
+        return results
 
     def take_loaded(self) -> list[str]:
         """Requests whose rows are in their blocks, since the last call."""
-        return self._reports.take_loaded()
+        self._take_reports()
+        loaded, self._answers.loaded = self._answers.loaded, []
+        return loaded
 
     def take_load_failures(self) -> list[str]:
         """Requests whose blocks do not hold what was to be loaded, since the last call."""
-        return self._reports.take_failed()
+        self._take_reports()
+        failed, self._answers.failed = self._answers.failed, []
+        return failed
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call: rows and bytes read and written, failures."""
-        return self._reports.take_counts()
+        self._take_reports()
+        if not self._answers.counts:
+            return {}
+        counts = {name: amount for name, amount in self._answers.counts.items() if amount}
+        self._answers.counts.clear()
+        return counts
 
     def close(self) -> None:
         """End all threads; what is under way is given a few seconds, the rest is dropped."""
@@ -170,103 +229,191 @@ class RankStore:
             return
         self._is_closed = True
         self._held.clear()
-        self._readers.stop()
-        self._writers.stop()
+        self._to_read.close()
+        self._to_write.close()
         deadline = time.monotonic() + CLOSE_S
-        ended = self._readers.join(deadline), self._writers.join(deadline)
+        ended = [each.end(deadline - time.monotonic()) for each in self._workers.values()]
+        self._take_reports()
         if not all(ended):
-            log.warning("pdconn: store: threads did not end in time: rank=%d", self._rank)
-            return
-        if self._held_writer is not None:
-            self._held_writer.close()
-            self._held_writer = None
-        for area in self._areas:
-            area.unpin()
-        self._areas.clear()
+            log.warning("pdconn: store: threads did not end in time: rank=%d", self._setup.rank)
+        elif self._staging is not None:
+            self._staging.unpin()
 
     def _open(self, opening: OpenStore) -> None:
-        """The first opening starts the threads; later ones tell of another namespace."""
+        """The first opening starts the threads; later ones are of another namespace."""
         if self._opening is None:
             self._opening = opening
-            self._readers.start()
-            self._writers.start()
+            self._reads = self._start_reader(None)
+            self._start_writer(opening)
         elif opening.layout == self._opening.layout and opening.writer == self._opening.writer:
             self._opening = opening
         else:
             log.error("pdconn: store: opened again with another layout or writer: ignored")
 
-    # The store's threads
+    def _read(self, task: ReadTask) -> None:
+        """Have a reader do a task, a load before all others."""
+        if not self._reads:
+            self._hear(refused_read(task))
+        elif isinstance(task, LoadFetched):
+            self._to_read.put_first([task])
+        else:
+            self._to_read.put(task)
 
-    def _begin_reader(self) -> tuple[Callable[[ReadTask], None], Callable[[], None]]:
-        opened, staging = self._opened_rank()
+    def _load(self, load: LoadRows, after: StreamPoint | None) -> None:
+        fetch = self._fetches.take_fetch(load.number)
+        if fetch is None:
+            log.warning("pdconn: store: a load without its rows: request=%s", load.request)
+            self._hear(LoadFailed(load.request))
+        else:
+            self._read(LoadFetched(fetch, load, after))
+
+    def _drop(self, number: int) -> None:
+        """Take back what no reader has begun; the fetch is answered once the others are over."""
+        self._fetches.drop_fetch(number)
+
+        def is_of_it(task: ReadTask) -> bool:
+            begun = task.of if isinstance(task, ReadRow) else task
+            return isinstance(begun, BeginFetch) and begun.fetch.number == number
+
+        for task in self._to_read.take_back(is_of_it):
+            places = [task.place] if isinstance(task, ReadRow) else None
+            self._rows_tried(number, places, Problem.LEFT_OUT)
+
+    def _take_reports(self) -> None:
+        """Take over what the threads have reported."""
+        if not self._outbox.items:
+            return
+        for report in self._outbox.take():
+            if isinstance(report, ThreadDied):
+                self._switch_off(report.thread)
+                continue
+            self._answers.counts.update(report.counts)
+            if report.answer is not None:
+                self._hear(report.answer)
+
+    def _hear(self, answer: Answer) -> None:
+        answers = self._answers
+        if isinstance(answer, RowTried):
+            self._rows_tried(answer.number, [answer.place], answer.problem)
+        elif isinstance(answer, FetchRefused):
+            self._rows_tried(answer.number, None, Problem.MISSING)
+        elif isinstance(answer, Loaded):
+            answers.loaded.append(answer.request)
+        elif isinstance(answer, LoadFailed):
+            answers.counts["load_failures"] += 1
+            answers.failed.append(answer.request)
+        elif isinstance(answer, SwitchedOff):
+            self._switch_off(answer.name)
+        elif isinstance(answer, StagingReady):
+            self._staging = answer.staging
+            for _ in range(NUM_READERS - 1):
+                self._start_reader(answer.staging)
+        else:
+            answers.results.append(answer)
+
+    def _rows_tried(self, number: int, places: list[int] | None, problem: Problem | None) -> None:
+        result = self._fetches.rows_tried(number, places, problem)
+        if result is not None:
+            counts = self._answers.counts
+            counts["rows_missing"] += len(result.missing)
+            counts["rows_damaged"] += len(result.damaged)
+            self._answers.results.append(result)
+
+    def _switch_off(self, name: str) -> None:
+        """A reader refuses everything: so do we.  A writer goes on, to note what it refuses."""
+        if name == WRITER or not self._reads:
+            return
+        self._reads = False
+        for task in self._to_read.take():
+            self._hear(refused_read(task))
+
+    # Threads, and what they begin with
+
+    def _start_reader(self, staging: HostArea | None) -> bool:
+        """Start one; the first makes the staging area.  Whether there is a thread for it."""
+        assert self._opening is not None
+        name = f"{READER}-{sum(READER in known for known in self._workers)}"
+        reports = TaskReports(self._outbox)
+        begin = _ReaderBegin(self._setup, self._opening, self._to_read, reports, staging)
+        loop = TaskLoop(
+            name,
+            self._to_read,
+            reports,
+            begin=begin,
+            refuse=lambda task: reports.answer(refused_read(task)),
+        )
+        worker: Worker[ReadTask] = Worker(name, loop.run, self._to_read, self._outbox)
+        return not self._is_closed and self._start(worker)
+
+    def _start_writer(self, opening: OpenStore) -> None:
+        setup, reports = self._setup, TaskReports(self._outbox)
+        loop = TaskLoop(
+            WRITER,
+            self._to_write,
+            reports,
+            begin=_WriterBegin(setup, opening, reports),
+            refuse=lambda task: refuse_save(
+                task, opening.writer, setup.rank, setup.open_shelf, reports
+            ),
+        )
+        self._start(Worker(WRITER, loop.run, self._to_write, self._outbox))
+
+    def _start(self, worker: Worker[ReadTask] | Worker[SaveUnderWay]) -> bool:
+        try:
+            worker.start()
+        except RuntimeError:
+            log.exception("pdconn: store: no thread: name=%s", worker.name)
+            return False
+        self._workers[worker.name] = worker
+        return True
+
+
+@dataclass(slots=True)
+class _ReaderBegin:
+    """Called on a reader's thread.
+
+    Raises:
+        FormatError, Incompatible: this rank's memory does not fit the engine's rows.
+        OSError: there is no room for the staging area.
+    """
+
+    setup: RankSetup
+    opening: OpenStore
+    inbox: Box[ReadTask]
+    reports: TaskReports
+    staging: HostArea | None
+
+    def __call__(self) -> tuple[Callable[[ReadTask], None], Callable[[], None]]:
+        setup = self.setup
+        opened = OpenedRank.of(self.opening, setup.references, setup.rank)
+        copies = copies_of(setup.references.memories())
+        staging = self.staging
+        if staging is None:
+            staging = setup.new_area(setup.settings.staging)
+            self.reports.answer(StagingReady(staging))
         reader = RowReader(
-            opened,
-            staging,
-            self._fetches,
-            self._reports,
-            open_shelf=self._open_shelf,
-            put_first=self._readers.put_first,
-            copies=copies_of(self._references.memories()),
+            opened, staging, self.inbox, self.reports, open_shelf=setup.open_shelf, copies=copies
         )
         return reader.work, reader.close
 
-    def _begin_writer(self) -> tuple[Callable[[SaveUnderWay], None], Callable[[], None]]:
-        opened, _ = self._opened_rank()
-        if self._hold is not None and self._held_writer is None:
-            self._held_writer = self._hold(opened.writer)
-        buffer = self._new_area(opened.most_nbytes)
-        copies = copies_of(self._references.memories())
-        held = self._held_writer
+
+@dataclass(slots=True)
+class _WriterBegin:
+    """Called on the writer's thread; raises as a reader's does, and ShelfFailure."""
+
+    setup: RankSetup
+    opening: OpenStore
+    reports: TaskReports
+
+    def __call__(self) -> tuple[Callable[[SaveUnderWay], None], Callable[[], None]]:
+        setup = self.setup
+        opened = OpenedRank.of(self.opening, setup.references, setup.rank)
         writer = RowWriter(
             opened,
-            buffer,
-            self._reports,
-            self._open_shelf,
-            copies,
-            begins=_nothing if held is None else held.renew,
+            setup.new_area(opened.most_nbytes),
+            self.reports,
+            setup.open_shelf,
+            copies_of(setup.references.memories()),
+            held=None if setup.hold is None else setup.hold(opened.writer),
         )
         return writer.work, writer.close
-
-    def _opened_rank(self) -> tuple[OpenedRank, HostArea]:
-        """What all threads share; the first that asks makes it.
-
-        Raises:
-            FormatError, Incompatible: this rank's memory does not fit the engine's rows.
-            OSError: there is no room for the staging area.
-        """
-        with self._lock:
-            if self._opened is None:
-                assert self._opening is not None
-                opened = OpenedRank.of(self._opening, self._references, self._rank)
-                self._new_area(self._settings.staging)
-                self._opened = opened
-            return self._opened, self._areas[0]
-
-    def _new_area(self, nbytes: int) -> HostArea:
-        area = HostArea(nbytes)
-        if self._device.kind == "cuda":
-            area.pin()
-        self._areas.append(area)
-        return area
-
-    def _refuse_read(self, task: ReadTask) -> None:
-        if isinstance(task, RowRead):
-            self._fetches.tried(task.of, task.place, Problem.MISSING)
-        elif isinstance(task, FetchUnderWay):
-            self._fetches.all_missing(task)
-        else:
-            self._fail(task.load.request)
-
-    def _fail(self, request: str) -> None:
-        self._reports.count(load_failures=1)
-        self._reports.load_failed(request)
-
-    def _refuse_save(self, task: SaveUnderWay) -> None:
-        if self._opening is None:
-            answer(task, self._reports)
-        else:
-            refuse_save(task, self._opening.writer, self._rank, self._open_shelf, self._reports)
-
-
-def _nothing() -> None:
-    """Nothing is held."""

@@ -12,10 +12,10 @@ a stored prefix ends.  Of a windowed group it names the blocks of the tail that 
 of a compressor's its whole window: the row keeps less of it, and does not need the rest.  Of
 states it names the last block.
 
-Used on the engine's thread, but for :meth:`StoreEvents.told`, which any thread may call.  There
-is no lock: what is to be told waits in a queue, and :meth:`StoreEvents.take` works on a few rows
-of it in each step.  Bounded: a row too many makes the least recently used one be forgotten, which
-is told as removed, since what is gone and taken for held draws prompts to be computed here.
+Used on the engine's thread.  What is to be told waits in a queue, and :meth:`StoreEvents.take`
+works on a few rows of it in each step.  Bounded: a row too many makes the least recently used one
+be forgotten, which is told as removed, since what is gone and taken for held draws prompts to be
+computed here.
 """
 
 from __future__ import annotations
@@ -234,8 +234,6 @@ class StoreEvents:
         while len(self._told) > self._max_rows:
             self._forget([next(iter(self._told))], events)
         return events
-
-    # On any thread
 
     def told(self, committed: Sequence[RowName], gone: Sequence[RowName]) -> None:
         """Rows are there now, or are gone: evicted, missing or damaged."""

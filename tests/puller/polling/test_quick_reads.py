@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from pdconn.puller.read_queue import ChunkSizer
-from pdconn.puller.reader_thread import ReaderThread
+from pdconn.puller.reader_thread import HeldTransport, ReaderThread
 from pdconn.puller.reads import (
     QUICK_NBYTES,
     QUICK_RUNS,
@@ -20,10 +19,10 @@ from pdconn.puller.reads import (
     Disconnect,
     JobResult,
     Read,
-    ReaderStopped,
     ReadSettled,
     TransportJobs,
 )
+from pdconn.threads import Box
 from transport import BackendFailure, Device, Memory, PeerId, ReadId, Spans
 from transport.testing.inprocess.faults import Failing, Fault, Late
 from transport.testing.inprocess.network import InProcessNetwork
@@ -34,43 +33,52 @@ GIVE_UP_S = 20.0
 
 
 class World:
-    """A reader thread and a lender; every result with the thread that delivered it."""
+    """A reader thread and a lender, as the puller's thread has them."""
 
     def __init__(self) -> None:
         self.network = InProcessNetwork()
         self.ours, self.theirs = (np.full(NBYTES, value, np.uint8) for value in (0, 7))
         self.lender = InProcessTransport(self.network, "prefill")
         self.lender.register([Memory(self.theirs.ctypes.data, NBYTES)])
+        self.results: Box[JobResult | HeldTransport] = Box()
+        self.open(ChunkSizer())
+
+    def open(self, sizer: ChunkSizer) -> None:
+        """A reader with a transport of its own, connected."""
         self.transport = InProcessTransport(self.network, "decode")
         self.transport.register([Memory(self.ours.ctypes.data, NBYTES)])
-        self.results: queue.SimpleQueue[tuple[JobResult | ReaderStopped, int]]
-        self.results = queue.SimpleQueue()
-        self.reader = ReaderThread(self.transport, self._hear)
-        self.peer = self._connect()
+        self.reader = ReaderThread(self.transport, self.results, sizer=sizer)
+        self.peer = self.connect()
 
-    def _hear(self, result: JobResult | ReaderStopped) -> None:
-        self.results.put((result, threading.get_ident()))
+    def next_result(self) -> JobResult:
+        """The next result; the transport is taken in hand where the reader lets go of it."""
+        while isinstance(item := self.results.take_one(GIVE_UP_S), HeldTransport):
+            self.reader.hold(item)
+        assert item is not None
+        return item
 
-    def _connect(self) -> PeerId:
+    def connect(self) -> PeerId:
         self.reader.post(Connect("c", self.lender.address()))
-        result, _ = self.results.get(timeout=GIVE_UP_S)
+        result = self.next_result()
         assert isinstance(result, Connected)
         assert result.peer is not None
         return result.peer
 
     def read(self, nbytes: int, *faults: Fault, num_runs: int = 1) -> tuple[ReadSettled, bool]:
-        """How a read ended, and whether that was delivered on this thread."""
+        """How a read ended, and whether that was known on this thread at once."""
         self.network.inject(self.transport.peer_id, self.peer, *faults)
-        self.post(nbytes, num_runs)
-        result, thread = self.results.get(timeout=GIVE_UP_S)
+        results = self.post(nbytes, num_runs)
+        (result,) = results or [self.next_result()]
         assert isinstance(result, ReadSettled)
-        return result, thread == threading.get_ident()
+        return result, bool(results)
 
-    def post(self, nbytes: int, num_runs: int = 1) -> None:
+    def post(self, nbytes: int, num_runs: int = 1) -> list[JobResult]:
         self.ours[:] = 0
         job = self.job(nbytes, num_runs)
-        if not self.reader.read_now(job):
+        results = self.reader.read_now(job)
+        if results is None:
             self.reader.post(job)
+        return results or []
 
     def job(self, nbytes: int, num_runs: int = 1) -> Read:
         """The first ``nbytes`` bytes, in pieces that do not touch at the lender's."""
@@ -114,17 +122,14 @@ def test_what_may_take_long_is_posted_by_the_reader(world: World, why: str) -> N
     elif why == "known anew":
         world.read(1)
         world.reader.post(Disconnect(world.peer))
-        world.peer = world._connect()
+        world.peer = world.connect()
     settled, is_here = world.read(nbytes, num_runs=num_runs)
     assert (settled.settled.ok, is_here) == (True, False)
 
 
 def test_one_of_several_chunks_is_finished_by_the_reader(world: World) -> None:
     world.reader.close()
-    world.transport = InProcessTransport(world.network, "decode")
-    world.transport.register([Memory(world.ours.ctypes.data, NBYTES)])
-    world.reader = ReaderThread(world.transport, world._hear, sizer=ChunkSizer(8, 8))
-    world.peer = world._connect()
+    world.open(ChunkSizer(8, 8))
     world.read(1)
     settled, is_here = world.read(64)
     assert (settled.settled.ok, is_here) == (True, False)
@@ -175,8 +180,40 @@ def test_the_caller_never_waits_for_a_reader_that_is_posting(
     assert posting.wait(GIVE_UP_S)
     try:
         world.post(1)  # returns although the reader holds the transport
-        assert world.results.empty()
+        assert not world.results.items
     finally:
         gate.set()
-    threads = [world.results.get(timeout=GIVE_UP_S)[1] for _ in range(2)]
-    assert threading.get_ident() not in threads
+    for _ in range(2):
+        settled = world.next_result()
+        assert isinstance(settled, ReadSettled)
+        assert settled.settled.ok
+
+
+def test_jobs_that_meet_the_transport_on_its_way_are_done(world: World) -> None:
+    """The reader lets go of it just as it is given another job."""
+    world.post(NBYTES)
+    held = world.results.take_one(GIVE_UP_S)
+    assert isinstance(held, HeldTransport)
+    world.reader.post(world.job(1))  # not known yet that it is here
+    assert isinstance(world.results.take_one(GIVE_UP_S), ReadSettled)
+    assert world.results.take_one(0.05) is None
+    world.reader.hold(held)
+    settled = world.next_result()
+    assert isinstance(settled, ReadSettled)
+    assert settled.settled.ok
+
+
+@pytest.mark.parametrize("where", ["in hand", "on its way", "with the reader"])
+def test_closing_closes_the_transport_wherever_it_is(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, closed = World(), threading.Event()
+    monkeypatch.setattr(world.transport, "close", closed.set)
+    if where == "in hand":
+        assert world.reader._held is not None
+    elif where == "on its way":
+        world.post(NBYTES)
+        while len(world.results.items) < 2:
+            threading.Event().wait(0.001)
+    world.reader.close()
+    assert closed.is_set()

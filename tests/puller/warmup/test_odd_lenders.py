@@ -37,6 +37,7 @@ from registration.references import (
 )
 from tests.fakes.pair import TRAITS
 from tests.puller.warmup.warm_pair import SECONDS, WarmPair
+from tests.threads.inside import num_peers, num_warm
 from transport import Memory
 
 
@@ -56,7 +57,7 @@ def test_dead_names_of_warm_places_hold_up_no_pull() -> None:
         with WarmPair(
             also_warm=dead, claim_timeout_s=10.0, security=insecure, resolve=resolve
         ) as pair:
-            pair.wait(lambda: pair.puller.num_peers == len(dead), SECONDS)
+            pair.wait(lambda: num_peers(pair.puller) == len(dead), SECONDS)
             ticket = replace(pair.lend("r"), host="good.example")
             pair.pull("d", ticket)
             pair.wait(lambda: pair.received or pair.failed, SECONDS)
@@ -108,8 +109,8 @@ def test_a_lender_that_answers_oddly_is_greeted_again_and_pulls_go_on(body: byte
         pair.wait(lambda: len(accepted) > 2, SECONDS)
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
-        assert pair.puller.num_warm == 0
-        assert pair.puller.num_peers <= 3
+        assert num_warm(pair.puller) == 0
+        assert num_peers(pair.puller) <= 3
 
 
 def test_only_a_lender_that_a_request_wanted_is_warned_of(
@@ -150,7 +151,7 @@ def test_a_silent_lender_is_left_in_time() -> None:
         WarmPair(also_warm=(Place("127.0.0.1", port),), claim_timeout_s=0.3) as pair,
     ):
         pair.wait(lambda: len(accepted) > 2, SECONDS)
-        assert pair.puller.num_peers <= 1
+        assert num_peers(pair.puller) <= 1
 
 
 @contextmanager

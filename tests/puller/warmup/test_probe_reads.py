@@ -17,6 +17,7 @@ from registration.references import (
 )
 from registration.scratch import PAGE_NBYTES, Scratch
 from tests.puller.warmup.warm_pair import SECONDS, WarmPair, until_warm
+from tests.threads.inside import num_peers, num_warm
 from transport import HOST, BackendFailure, Device, Memory, PeerLost, TransportError
 from transport.testing.inprocess.faults import Failing, Held, ReadRequest
 from transport.testing.inprocess.network import InProcessNetwork
@@ -66,7 +67,7 @@ def test_a_failed_probe_read_fails_no_request_and_is_tried_again() -> None:
     network = InProcessNetwork(script=lambda request: Failing(PeerLost("cut")))
     with WarmPair(warms=True, network=network) as pair:
         pair.wait(lambda: pair.lender.counts["greeted"] > 2, SECONDS)
-        assert pair.puller.num_warm == 0
+        assert num_warm(pair.puller) == 0
         network.script = None
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
@@ -78,7 +79,7 @@ def test_a_peer_whose_probe_read_failed_is_left() -> None:
     network = InProcessNetwork(script=lambda request: Failing(BackendFailure("no")))
     with WarmPair(warms=True, network=network) as pair:
         pair.wait(lambda: pair.lender.counts["greeted"] > 2, SECONDS)
-        pair.wait(lambda: pair.puller.num_peers == 0, SECONDS)
+        pair.wait(lambda: num_peers(pair.puller) == 0, SECONDS)
 
 
 @pytest.mark.parametrize("error", [PeerLost("cut"), BackendFailure("no")], ids=repr)
@@ -115,7 +116,7 @@ def test_a_probe_read_that_hangs_is_one_and_holds_no_pull_up(
         pair.wait(lambda: caplog.text.count("an earlier probe read is not over") > 2, SECONDS)
         assert pair.lender.counts["greeted"] == 1
         assert len(network.in_flight()) == 1
-        assert pair.puller.num_warm == 0
+        assert num_warm(pair.puller) == 0
         network.script = None
         network.release()
         until_warm(pair)

@@ -6,6 +6,7 @@ from functools import partial
 
 from pdconn.puller.warmup_state import Pauses
 from tests.fakes.pair import Pair
+from tests.threads.inside import num_warm
 
 SECONDS = 30.0
 
@@ -14,4 +15,4 @@ WarmPair = partial(Pair, pauses=Pauses(first_s=0.05, longest_s=0.2))
 
 
 def until_warm(pair: Pair, num: int = 1) -> None:
-    pair.wait(lambda: pair.puller.num_warm == num, SECONDS)
+    pair.wait(lambda: num_warm(pair.puller) == num, SECONDS)

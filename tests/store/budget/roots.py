@@ -137,7 +137,7 @@ class SimulatedEngine:
         path = (*path, branch)
         kind = RowKind.WA if len(path) > 1 and rng.random() < 0.5 else RowKind.FA
         name = row_of(path[:-1] if kind is RowKind.WA else path, kind)
-        if self.budget.take(SIZES[kind]):
+        if self.budget.room.take_amount(SIZES[kind]):
             self._number += 1
             part = f"p{self._number}"
             self.shelf.begin(self.writer, part, SIZES[kind])
@@ -277,7 +277,7 @@ class SimulatedRoot:
             self.check()
         for _ in range(10):
             self.engines[0].budget.step(self.engines[0].shelf, "ns-1")
-        if not self.engines[0].budget.take(SIZES[RowKind.FA]):
+        if not self.engines[0].budget.room.take_amount(SIZES[RowKind.FA]):
             raise Wrong("nothing can be saved")
 
     def _end(self, number: int) -> None:

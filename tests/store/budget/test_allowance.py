@@ -28,9 +28,9 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 
 def test_nothing_is_given_before_it_is_reserved(accounts: Accounts) -> None:
     allowance = Allowance(ROW)
-    assert not allowance.take(1)
+    assert not allowance.room.take_amount(1)
     allowance.top_up(accounts)
-    assert allowance.take(ROW)
+    assert allowance.room.take_amount(ROW)
     assert accounts.usage().reserved == allowance.ready + ROW
 
 
@@ -40,7 +40,7 @@ def test_what_is_missed_makes_it_grow_and_idling_makes_it_shrink(accounts: Accou
     usual = allowance.ready
     assert usual == CAPACITY // 16
     for _ in range(10):
-        assert not allowance.take(CAPACITY)
+        assert not allowance.room.take_amount(CAPACITY)
         allowance.top_up(accounts)
     assert allowance.ready == CAPACITY // 4
     for _ in range(200):
@@ -66,7 +66,7 @@ def test_a_small_root_gives_at_least_the_least_where_half_of_it_has_room(tmp_pat
     with_rows.recount(MemoryShelf(MemoryRows()))
     allowance = Allowance(ROW)
     allowance.top_up(with_rows)
-    assert allowance.take(ROW)
+    assert allowance.room.take_amount(ROW)
     with_rows.close()
 
 
@@ -95,7 +95,7 @@ def test_no_byte_is_lost_or_made_between_threads(accounts: Accounts) -> None:
 
     def take_all(number: int) -> None:
         for _ in range(3000):
-            if allowance.take(64):
+            if allowance.room.take_amount(64):
                 kept[number] += 64
                 if kept[number] > CAPACITY // 8:
                     allowance.give_back(kept[number])

@@ -176,11 +176,11 @@ def test_what_was_taken_and_lost_is_made_good_before_more_is_given(
     accounts.recount(shelf)
     allowance.top_up(accounts)
     taken = allowance.ready
-    assert allowance.take(taken)
+    assert allowance.room.take_amount(taken)
     emptied(root)
     accounts.usage()
     assert allowance.ready == -taken
-    assert not allowance.take(1)
+    assert not allowance.room.take_amount(1)
     accounts.recount(shelf)
     allowance.top_up(accounts)
     assert accounts.usage().reserved == allowance.ready + taken

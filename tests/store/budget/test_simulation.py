@@ -14,9 +14,9 @@ from pdconn.store.budget import accounts, records
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.records import RowCount, Usage, WriterAccount
 from pdconn.store.budget.row_tree import RowTree
-from pdconn.store.engine.budgeting import RootBudget
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.threads import AmountBox
 from tests.store.budget.roots import SimulatedEngine, Wrong, simulate
 
 SEEDS = range(25)
@@ -30,7 +30,7 @@ def test_any_history_keeps_the_law(tmp_path: Path, seed: int, monkeypatch: Patch
 
 
 def no_reserve(patch: Patch) -> None:
-    patch.setattr(RootBudget, "take", lambda self, nbytes: True)
+    patch.setattr(AmountBox, "take_amount", lambda self, amount: True)
 
 
 def free_before_commit(patch: Patch) -> None:

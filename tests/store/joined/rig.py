@@ -329,8 +329,8 @@ def _first_read(group: KVCacheGroupReference, until: int) -> int:
 
 def until_ready(engine: FakeEngine) -> None:
     """Wait until the root's budget gives room; what is computed before is not saved."""
-    budget = engine.store._keeper._budget
+    room = engine.store._keeper._room
     until = time.monotonic() + PATIENCE_S
-    while budget is not None and not budget._allowance.ready:  # type: ignore[union-attr]
+    while room is not None and not room.amount:
         assert time.monotonic() < until, "the budget gives no room"
         time.sleep(0.005)

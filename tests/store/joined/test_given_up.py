@@ -41,7 +41,7 @@ class Saving:
             LAYOUT,
             writer="w",
             num_ranks=1,
-            catalogue=Catalogue(),
+            catalogue=Catalogue("ns"),
             budget=self.budget,  # type: ignore[arg-type]
             settled=lambda row: None,
         )

@@ -56,7 +56,7 @@ def test_a_row_gathered_after_a_reset_is_not_committed_before_it(
         LAYOUT,
         writer="w",
         num_ranks=1,
-        catalogue=Catalogue(),
+        catalogue=Catalogue("before"),
         budget=budget,  # type: ignore[arg-type]
         settled=lambda row: None,
     )

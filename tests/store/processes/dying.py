@@ -17,10 +17,10 @@ import numpy as np
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.evictions import Evictor
-from pdconn.store.engine.budgeting import RootBudget
 from pdconn.store.format.footer import row_nbytes
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
+from pdconn.threads import AmountBox
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 
@@ -85,7 +85,7 @@ def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None
     for name in STEPS:
         setattr(Dying, name, watched(name))
     if mutant == "no budget":
-        RootBudget.take = lambda self, nbytes: True  # type: ignore[method-assign]
+        AmountBox.take_amount = lambda self, amount: True  # type: ignore[method-assign]
         Accounts._check_covered = lambda self, row: None  # type: ignore[method-assign]
         Evictor.step = lambda self, shelf: []  # type: ignore[method-assign]
     engine = FakeEngine(

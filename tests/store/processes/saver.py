@@ -54,7 +54,7 @@ class Saver:
         taken = []
         for name in names:
             if not self.shelf.has("ns", name):
-                if not self.budget.take(SIZES[name.kind]):
+                if not self.budget.room.take_amount(SIZES[name.kind]):
                     break
                 self._number += 1
                 taken.append((f"p{self._number}", name))

@@ -177,9 +177,9 @@ def check_restart(root: Path) -> None:
 
 
 NO_RESERVE = """
-from pdconn.store.engine.budgeting import RootBudget
+from pdconn.threads import AmountBox
 from pdconn.store.budget.accounts import Accounts
-RootBudget.take = lambda self, nbytes: True
+AmountBox.take_amount = lambda self, amount: True
 Accounts._check_covered = lambda self, row: None
 """
 COUNTS_NOTHING = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -117,10 +118,9 @@ class StoredEngine:
             "boot",
             tuple(map(self._replicas, range(len(ranks)))),
         )
-        self._changed = threading.Condition()
         settings = StoreSettings("unused", 1, staging=staging)
         self.stores = [
-            RankStore(settings, references, rank, rows.open, wake=self._wake)
+            RankStore(settings, references, rank, rows.open)
             for rank, references in enumerate(ranks)
         ]
         self._results: list[list[StoreResult]] = [[] for _ in ranks]
@@ -148,8 +148,11 @@ class StoredEngine:
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until a report makes ``condition`` true."""
-        with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE_S), "nothing was reported in time"
+        until = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < until, "nothing was reported in time"
+            for store in self.stores:
+                store.wait(0.001)
 
     def answer(self, rank: int, number: int) -> StoreResult:
         """The one answer of ``rank`` to command ``number``."""
@@ -274,10 +277,6 @@ class StoredEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def _replicas(self, rank: int) -> dict[tuple[str, int], tuple[int, int]]:
         found = {}

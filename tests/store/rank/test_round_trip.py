@@ -10,6 +10,7 @@ import pytest
 
 from pdconn.store.format.layout import store_layout
 from pdconn.store.rank.shares import OwnSlab, RowShare, joined_runs
+from pdconn.store.rank.staging import HostArea
 from tests.store.rank.engines import TOKENS, Shape, StoredEngine, fa, wa
 from tests.store.rank.shelves import Rows, ok
 
@@ -72,6 +73,12 @@ def test_stages_that_lack_layers_or_a_kind_take_part(
         ours.check(ours.need())
 
 
+def staging_of(engine: StoredEngine) -> HostArea:
+    area = engine.stores[0]._staging
+    assert area is not None
+    return area
+
+
 def test_the_oracle_sees_a_swapped_head() -> None:
     rows = Rows()
     with StoredEngine(Shape(), rows, filled=True).opened() as theirs:
@@ -80,7 +87,7 @@ def test_the_oracle_sees_a_swapped_head() -> None:
         share = ours.layout.fa
         swapped = share.slabs[1].offset
         ours.fetch(ours.names())
-        staging = ours.stores[0]._areas[0].view(0, share.data_nbytes)
+        staging = staging_of(ours).view(0, share.data_nbytes)
         first, other = (staging[at : at + 4096] for at in (0, swapped))
         first[:], other[:] = bytes(other), bytes(first)
         ours.load(ours.need())

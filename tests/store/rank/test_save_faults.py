@@ -11,6 +11,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.errors import RowDamaged, ShelfFailure
 from pdconn.store.format.footer import decode_note
+from pdconn.store.rank.store import WRITER
 from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine, fa, wa
 from tests.store.rank.shelves import Rows, ok
 
@@ -128,7 +129,9 @@ def test_saves_after_a_thread_has_failed_are_answered_and_noted(
             save = engine.save([fa(0), fa(1)], label)
             engine.noted(save)
             assert kinds(rows, save) == [False, False]
-        assert all(store._writers.is_refusing for store in engine.stores)
+        assert all(
+            store._workers[WRITER]._work.__self__._errors_left == 0 for store in engine.stores
+        )
         assert engine.fetch([fa(0)])[0].missing == (fa(0),), "reads go on"
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pdconn.store.commands import SaveResult
 from pdconn.store.rank import staging
-from pdconn.store.rank.reports import StoreReports
 from pdconn.store.rank.staging import HostArea
-from pdconn.store.rank.task_threads import TaskThreads
+from pdconn.store.rank.tasks import SwitchedOff, TaskLoop, TaskReport, TaskReports
+from pdconn.threads import Box, Worker
 
 PATIENCE_S = 30.0
 
@@ -82,28 +84,40 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert "error=no GPU" in caplog.text
 
 
-def test_reports_are_taken_once_in_order_and_wake_each_time() -> None:
-    woken: list[int] = []
-    reports = StoreReports(lambda: woken.append(1))
-    assert not reports.has_any
-    reports.answer(SaveResult(1))
-    reports.answer(SaveResult(2))
-    reports.loaded("a")
-    reports.load_failed("b")
-    assert len(woken) == 4
-    assert reports.has_any
-    assert reports.take_results() == [SaveResult(1), SaveResult(2)]
-    assert (reports.take_loaded(), reports.take_failed()) == (["a"], ["b"])
-    assert not reports.has_any
+def test_a_report_carries_what_was_counted_before_it() -> None:
+    outbox: Box[TaskReport] = Box()
+    reports = TaskReports(outbox)
     reports.count(rows=2)
     reports.count(rows=3, bytes=1)
-    assert reports.take_counts() == {"rows": 5, "bytes": 1}
-    assert reports.take_counts() == {}
+    reports.answer(SaveResult(1))
+    reports.answer(SaveResult(2))
+    reports.report_counts()
+    reports.count(rows=1)
+    reports.report_counts()
+    assert outbox.take() == [
+        TaskReport(SaveResult(1), {"rows": 5, "bytes": 1}),
+        TaskReport(SaveResult(2), {}),
+        TaskReport(None, {"rows": 1}),
+    ]
+
+
+@pytest.mark.parametrize("quietly", [True, False])
+def test_an_answer_that_others_follow_wakes_nobody(quietly: bool) -> None:
+    outbox: Box[TaskReport] = Box()
+    sleeper = threading.Thread(target=outbox.wait, args=(5.0,))
+    sleeper.start()
+    while not outbox._sleepers:
+        pass
+    TaskReports(outbox).answer(SaveResult(1), quietly=quietly)
+    sleeper.join(0.2 if quietly else PATIENCE_S)
+    assert sleeper.is_alive() == quietly
+    outbox.wake()
+    sleeper.join()
 
 
 def test_a_warning_of_one_kind_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    reports = StoreReports(lambda: None, lambda: now[0])
+    reports = TaskReports(Box(), lambda: now[0])
     for row in range(5):
         reports.warn("a damaged row: row=%d", row)
     reports.warn("another: %d", 7)
@@ -116,46 +130,60 @@ def test_a_warning_of_one_kind_is_logged_once_in_a_while(caplog: pytest.LogCaptu
     ]
 
 
-def test_tasks_put_first_come_before_all_others_in_order() -> None:
-    go, over = threading.Event(), threading.Event()
-    done: list[int] = []
+def worked(
+    tasks: list[int], begin: Callable[[], Any], refuse: Callable[[int], None]
+) -> tuple[Box[int], Box[TaskReport]]:
+    """The boxes after a thread has worked all of ``tasks`` off, and has ended."""
+    inbox: Box[int] = Box()
+    outbox: Box[TaskReport] = Box()
+    loop = TaskLoop("t", inbox, TaskReports(outbox), begin=begin, refuse=refuse)
+    worker = Worker("t", loop.run, inbox, outbox)
+    inbox.put_all(tasks)
+    worker.start()
+    until = time.monotonic() + PATIENCE_S
+    while inbox.items:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert worker.end(PATIENCE_S)
+    return inbox, outbox
+
+
+@pytest.mark.parametrize(
+    ("errors", "refused"),
+    [
+        ({1: ValueError()}, [1]),
+        ({1: ValueError(), 2: ValueError()}, [1, 2]),
+        ({1: ValueError(), 2: ValueError(), 3: ValueError()}, [1, 2, 3, 4, 5]),
+        ({1: SystemExit()}, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_third_unexpected_error_switches_a_thread_off(
+    errors: dict[int, BaseException], refused: list[int]
+) -> None:
+    seen: list[int] = []
 
     def work(task: int) -> None:
-        assert go.wait(PATIENCE_S)
-        done.append(task)
-        if task == 4:
-            over.set()
+        if task in errors:
+            raise errors[task]
 
-    threads = TaskThreads("t", 1, lambda: (work, lambda: None), done.append)
-    threads.start()
-    threads.put(0)
-    threads.put(4)
-    threads.put_first([1, 2, 3])
-    go.set()
-    assert over.wait(PATIENCE_S)
-    threads.stop()
-    assert threads.join(time.monotonic() + PATIENCE_S)
-    assert sorted(done) == [0, 1, 2, 3, 4]
-    assert done.index(1) < done.index(2) < done.index(3) < done.index(4)
+    _, outbox = worked([0, 1, 2, 3, 4, 5], lambda: (work, lambda: None), seen.append)
+    assert seen == refused
+    is_off = TaskReport(SwitchedOff("t"), {}) in outbox.take()
+    assert is_off == (len(refused) > 3)
 
 
 def test_a_refusal_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    over = threading.Event()
+    seen: list[int] = []
 
     def refuse(task: int) -> None:
-        if task == 9:
-            over.set()
+        seen.append(task)
         raise ZeroDivisionError
 
     def begin() -> tuple[object, object]:
         raise ValueError
 
-    threads = TaskThreads("t", 1, begin, refuse)  # type: ignore[arg-type]
-    threads.start()
-    for task in range(10):
-        threads.put(task)
-    assert over.wait(PATIENCE_S)
-    threads.stop()
-    assert threads.join(time.monotonic() + PATIENCE_S)
+    _, outbox = worked(list(range(10)), begin, refuse)
+    assert seen == list(range(10))
+    assert outbox.take() == [TaskReport(SwitchedOff("t"), {})]
     assert "a task was not refused" in caplog.text
     assert caplog.records[0].levelno == logging.ERROR

@@ -6,15 +6,15 @@ CUDA's driver and NIXL are scripted, threads and transport are real.  ``tests/gp
 
 from __future__ import annotations
 
-import queue
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pdconn.puller.reader_thread import ReaderThread
-from pdconn.puller.reads import Connect, Connected, JobResult, Read, ReaderStopped
+from pdconn.puller.reader_thread import HeldTransport, ReaderThread
+from pdconn.puller.reads import Connect, Connected, JobResult, Read
+from pdconn.threads import Box
 from tests.transport.nixl.scripted import World
 from transport.address import pack
 from transport.errors import BackendFailure
@@ -92,11 +92,17 @@ class BoundWorld(World):
 
 def after_connecting_and_reading(world: BoundWorld, reads: int = 2) -> None:
     """A reader's thread connects to a peer, and reads from it."""
-    results: queue.SimpleQueue[JobResult | ReaderStopped] = queue.SimpleQueue()
-    reader = ReaderThread(world.reader, results.put)
+    results: Box[JobResult | HeldTransport] = Box()
+    reader = ReaderThread(world.reader, results)
+
+    def next_result() -> JobResult | None:
+        while isinstance(item := results.take_one(20), HeldTransport):
+            reader.hold(item)
+        return item
+
     try:
         reader.post(Connect("peer", OTHER_PEER))
-        connected = results.get(timeout=20)
+        connected = next_result()
         assert isinstance(connected, Connected), connected
         assert connected.peer is not None, connected
         [memory] = world.reader._registered
@@ -105,7 +111,7 @@ def after_connecting_and_reading(world: BoundWorld, reads: int = 2) -> None:
         for number in range(reads):
             world.nixl.will("transfer", "DONE")
             reader.post(Read(number, connected.peer, spans))
-            results.get(timeout=20)
+            assert next_result() is not None
     finally:
         reader.close()
 

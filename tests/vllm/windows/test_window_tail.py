@@ -18,6 +18,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ReadBlocks
 from registration.references import AttentionKind
 from tests.fakes.pair import Cache, Pair
+from tests.threads.inside import num_open
 from transport.testing.inprocess.faults import ReadRequest
 
 WINDOW = 6
@@ -70,7 +71,7 @@ def test_a_window_whose_tail_is_not_lent_fails_the_pull_before_anything_is_read(
         assert not pair.ours.bytes.any()
         assert pair.received == []
         assert pair.freed() == "read"
-        assert pair.puller.num_open == 0
+        assert num_open(pair.puller) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.reader_thread import ReaderThread
-from pdconn.puller.reads import JobResult, Read, ReaderStopped, ReadSettled
+from pdconn.puller.reader_thread import HeldTransport, ReaderThread
+from pdconn.puller.reads import JobResult, Read, ReadSettled
 from pdconn.sidechannel.clock import steady
+from pdconn.threads import Box, ThreadDied
 from pdconn.tools.bench.errors import BenchError
 from pdconn.tools.bench.interrupts import interruptible, raise_noted
 from pdconn.tools.bench.transfer.methods import Method, ReadsByRank
@@ -89,8 +89,8 @@ class Mover:
     def __init__(self, transport: Transport, peers: Mapping[int, PeerId]) -> None:
         self._transport = transport
         self._peers = peers
-        self._news: queue.SimpleQueue[JobResult | ReaderStopped] = queue.SimpleQueue()
-        self._reader = ReaderThread(transport, self._news.put)
+        self._news: Box[JobResult | HeldTransport | ThreadDied] = Box()
+        self._reader = ReaderThread(transport, self._news)
 
     def close(self) -> None:
         """End the thread and close the transport."""
@@ -113,11 +113,13 @@ class Mover:
             for rank, spans in plan.reads:
                 self._reader.post(Read(request, self._peers[rank], spans))
         while not tally.is_over:
-            try:
-                with interruptible():
-                    news = self._news.get(timeout=READ_TIMEOUT_S)
-            except queue.Empty:
-                raise BenchError(f"a pull did not end within {READ_TIMEOUT_S} s") from None
+            with interruptible():
+                news = self._news.take_one(READ_TIMEOUT_S)
+            if news is None:
+                raise BenchError(f"a pull did not end within {READ_TIMEOUT_S} s")
+            if isinstance(news, HeldTransport):
+                self._reader.hold(news)
+                continue
             if not isinstance(news, ReadSettled) or not isinstance(news.tag, int):
                 raise BenchError(f"unexpected report of the reader: {news}")
             tally.add(news.tag, news.settled, news.at)

@@ -1,0 +1,1 @@
+"""Threads of ours and the boxes between them."""
