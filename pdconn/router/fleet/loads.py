@@ -179,11 +179,6 @@ class LoadPoller:
         since_s = self._clock() - max_age_s
         return {name: last.load for name, last in self.latest.items() if last.at_s >= since_s}
 
-    def age_s(self, engine: str) -> float | None:
-        """Seconds since an engine's load arrived, or None where none did."""
-        last = self.latest.get(engine)
-        return None if last is None else self._clock() - last.at_s
-
     def fleet_changed(self) -> None:
         """Drop engines that left the fleet."""
         for name in [name for name in self.latest if name not in self._engines]:

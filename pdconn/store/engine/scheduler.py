@@ -42,7 +42,6 @@ from pdconn.store.engine.requests import LoadStage, RequestFetch, Save, StoredRe
 from pdconn.store.engine.saves import RowBlocks, Saving, block_lists, rows_to_save
 from pdconn.store.engine.space import StagingSpace
 from pdconn.store.format.boundaries import Spacing, pieces
-from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.settings import StoreSettings
 
@@ -84,11 +83,6 @@ class StoreScheduler:
         self._opening = opening
         self._number = 0
         self.counts: Counter[str] = Counter()
-
-    @property
-    def layout(self) -> StoreLayout:
-        """Of whole rows."""
-        return self._layout
 
     # Loads
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from transport.errors import FieldError, shown
 
 _TOKENS = re.compile(r"(\d{1,12})([kKmM]?)")
+_JSON_HELP = "print the result as JSON; --json=FILE writes it there, beside the text"
 _TIMES = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
@@ -36,12 +37,9 @@ def tokens(text: str) -> int:
     return int(found[1]) * _TIMES[found[2].lower()]
 
 
-JSON_HELP = "print the result as JSON; --json=FILE writes it there, beside the text"
-
-
-def configure_json(parser: argparse.ArgumentParser, result: str = JSON_HELP) -> None:
+def configure_json(parser: argparse.ArgumentParser) -> None:
     """``--json``, which means the same in every command; check a file with :func:`check_file`."""
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=result)
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=_JSON_HELP)
 
 
 def publish_json(target: str | None, document: object) -> bool:

@@ -14,6 +14,8 @@ from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse
 from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.tools.lab.process import Process
 
+_START_TIMEOUT_S = 30.0
+
 
 @contextmanager
 def running_proxy(
@@ -56,13 +58,13 @@ def admin_url(url: str) -> str:
     return f"http://{parts.hostname}:{(parts.port or 0) + 1}"
 
 
-def _await_port(process: Process, host: str, port: int, timeout_s: float = 30.0) -> None:
-    give_up = time.monotonic() + timeout_s
+def _await_port(process: Process, host: str, port: int) -> None:
+    give_up = time.monotonic() + _START_TIMEOUT_S
     while not _listens(host, port):
         if (ended := process.ended()) is not None:
             raise EngineDied("proxy", ended.exit_code, process.log, process.tail())
         if time.monotonic() > give_up:
-            raise EngineStartTimeout("proxy", timeout_s, process.log, process.tail())
+            raise EngineStartTimeout("proxy", _START_TIMEOUT_S, process.log, process.tail())
         time.sleep(0.05)
 
 

@@ -191,7 +191,7 @@ def test_a_host_without_network_says_so(tmp_path: Path) -> None:
 
 # --- limits -------------------------------------------------------------------------------
 
-GOOD = HostLimits(None, 65536, "madvise", "never", (8 * GIB, 8 * GIB), 1, False)
+GOOD = HostLimits(None, 65536, "madvise", (8 * GIB, 8 * GIB), 1, False)
 RDMA = Devices(rdma=(RdmaPort("mlx5_0", 1, True, 400.0, 0),))
 
 

@@ -133,7 +133,6 @@ async def read_golden(
     decode: EngineFacts,
     session: aiohttp.ClientSession,
     nonce: str,
-    metric_wait_s: float = _METRIC_WAIT_S,
 ) -> GoldenFacts:
     """Send the prompt through one pair."""
     shared = [m.name for m in prefill.models if m.name in {o.name for o in decode.models}]
@@ -152,7 +151,7 @@ async def read_golden(
         after = traffic_of(await _metrics(session, decode.url))
         waited = 0.0
         while after.pulls == before.pulls and after.failed == before.failed:
-            if waited >= metric_wait_s or not after.known:
+            if waited >= _METRIC_WAIT_S or not after.known:
                 break
             await asyncio.sleep(_METRIC_STEP_S)
             waited += _METRIC_STEP_S

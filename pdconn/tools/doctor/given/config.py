@@ -9,7 +9,6 @@ from typing import Any
 from pdconn.sidechannel.advertise import VARIABLES
 from pdconn.vllm.nixl.registry import MODULES, NAMES, REPLACED
 
-TRANSFER_OPTION = "--kv-transfer-config"
 EXTRA = "kv_connector_extra_config"
 DEFAULT_PORT = 5600
 DEFAULT_HOST = "localhost"

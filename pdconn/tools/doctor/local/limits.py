@@ -29,7 +29,7 @@ class HostLimits:
         memory: bytes of this host; 0 if it is not known.
         memlock: bytes that a process may pin; None without a limit.
         open_files: descriptors of a process; None without a limit.
-        huge_pages, shmem_huge_pages: the chosen words of ``transparent_hugepage``.
+        huge_pages: the chosen word of ``transparent_hugepage``.
         shm: total and free bytes of /dev/shm.
         ptrace_scope: of the Yama module; None where it is not loaded.
         may_trace: whether this process has CAP_SYS_PTRACE.
@@ -38,7 +38,6 @@ class HostLimits:
     memlock: int | None
     open_files: int | None
     huge_pages: str | None
-    shmem_huge_pages: str | None
     shm: tuple[int, int] | None
     ptrace_scope: int | None
     may_trace: bool
@@ -53,7 +52,6 @@ def read_limits(root: Path = Path("/")) -> HostLimits:
         _soft(resource.RLIMIT_MEMLOCK),
         _soft(resource.RLIMIT_NOFILE),
         _chosen(pages / "enabled"),
-        _chosen(pages / "shmem_enabled"),
         _space(root / "dev/shm"),
         int(scope) if scope is not None and scope.isdecimal() else None,
         _may_trace(root / "proc/self/status"),

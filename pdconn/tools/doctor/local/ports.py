@@ -15,6 +15,8 @@ from pdconn.sidechannel.security import Security, is_loopback
 from pdconn.sidechannel.session import Unauthenticated
 from pdconn.tools.doctor.findings import Finding, fault, note, one_line
 
+_TIMEOUT_S = 2.0
+
 
 class PortUse(StrEnum):
     """What holds a port."""
@@ -38,7 +40,7 @@ class PortFacts:
         return f"{self.host}:{self.port}: {self.use}{f' ({self.detail})' if self.detail else ''}"
 
 
-def read_port(host: str, port: int, security: Security, timeout_s: float = 2.0) -> PortFacts:
+def read_port(host: str, port: int, security: Security) -> PortFacts:
     """Try to listen; if that fails, ask whoever does."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -55,13 +57,13 @@ def read_port(host: str, port: int, security: Security, timeout_s: float = 2.0) 
                 return PortFacts(host, port, PortUse.ELSEWHERE, error.strerror or str(error))
         else:
             return PortFacts(host, port, PortUse.FREE)
-    return _asked(host, port, security, timeout_s)
+    return _asked(host, port, security)
 
 
-def _asked(host: str, port: int, security: Security, timeout_s: float) -> PortFacts:
+def _asked(host: str, port: int, security: Security) -> PortFacts:
     """What an engine answers; one that wants other credentials is an engine, too."""
     try:
-        described = describe(host, port, timeout_s, security)
+        described = describe(host, port, _TIMEOUT_S, security)
     except Unauthenticated as error:
         text = str(error)
         is_ours = "secrets probably differ" in text or "does it require" in text
