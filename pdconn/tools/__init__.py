@@ -7,4 +7,5 @@
     plan     what a model's KV weighs, and what a pull or a stored prefix costs
     bench    transfers and served requests, measured
     lab      engines and a router on this machine, for demonstrations and benchmarks
+    output   the result of a command, described once, as text or as JSON
 """

@@ -19,7 +19,7 @@ from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.compare import spread_lengths
 from pdconn.tools.lab.errors import LabError
 from pdconn.tools.lab.model import write_model
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.multinode.namespaces import NetworkFailed, why_not
 from tests.multinode.topology import (
     DECODE,

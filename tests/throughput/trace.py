@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from pdconn.tools.lab.proxy import admin_url, running_proxy
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 
 if TYPE_CHECKING:
     from tests.fakes.simulated.sim_engine import Counts, SimEngine

@@ -14,10 +14,10 @@ from pdconn.tools.bench.manifest import manifest
 from pdconn.tools.bench.serving.contestants import Target, running_contestants
 from pdconn.tools.bench.serving.lineup import CONNECTORS, CORES
 from pdconn.tools.bench.serving.replies import TurnResult
-from pdconn.tools.bench.serving.report import Report, render, to_json
+from pdconn.tools.bench.serving.serve_report import ServeReport
 from pdconn.tools.bench.serving.summary import Bounds
 from pdconn.tools.bench.serving.turns import Log, RunPlan, measure
-from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish_json, tokens
+from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish, tokens
 from pdconn.tools.lab.demo import check_dependencies
 from pdconn.tools.lab.errors import LabError
 from pdconn.tools.lab.model import SPECS, write_model
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             turns = _measured_here(args, names, plan, log)
         reference = SINGLE if SINGLE in names and not targets else names[0]
-        report = Report.of(plan, bounds, turns, names, reference)
+        report = ServeReport.of(plan, bounds, turns, names, reference, manifest=manifest())
         _publish(args.json, report)
     except (BenchError, LabError, OSError) as error:
         print(f"pdconn bench serve: {error}", file=sys.stderr)
@@ -179,14 +179,13 @@ def _measured_here(
     return turns
 
 
-def _publish(file: str | None, report: Report) -> None:
+def _publish(file: str | None, report: ServeReport) -> None:
     for one in report.answers.wrong:
         print(
             f"round {one.round_number}, prompt {one.prompt}: {one.contestant}: {one.difference}",
             file=sys.stderr,
         )
-    if publish_json(file, to_json(report, manifest())):
-        print(render(report))
+    publish(report, file)
 
 
 def _plan(args: argparse.Namespace) -> RunPlan:

@@ -16,22 +16,21 @@ from pdconn.tools.cli.options import (
     check_file,
     check_picture,
     configure_json,
-    publish_json,
+    publish,
     tokens,
 )
 from pdconn.tools.lab.demo import (
     MORE,
     DemoAddresses,
     DemoPlan,
-    DemoRow,
     check_dependencies,
     curl,
     draw,
     run_demo,
 )
+from pdconn.tools.lab.demo_report import DemoReport, DemoRow
 from pdconn.tools.lab.errors import LabError
 from pdconn.tools.lab.model import TINY, write_model
-from pdconn.tools.lab.table import table
 
 _EPILOG = """\
 Starts three vLLM engines (prefill, decode, and one alone) and the proxy on this machine,
@@ -121,8 +120,7 @@ def run(args: argparse.Namespace) -> int:
     codes = []
 
     def ended(rows: list[DemoRow], served: DemoAddresses) -> None:
-        if publish_json(args.json, [row.to_json() for row in rows]):
-            print(render(rows))
+        publish(DemoReport(rows), args.json)
         aside = sys.stderr if args.json == "-" else sys.stdout
         with contextlib.redirect_stdout(aside):
             codes.append(_report(args, rows))
@@ -166,33 +164,6 @@ def _report(args: argparse.Namespace, rows: list[DemoRow]) -> int:
     verdict = "all agree with" if not wrong else f"{len(wrong)} differ from"
     print(f"\n{len(rows)} answers: {verdict} one engine alone")
     return 1 if wrong else 0
-
-
-def render(rows: list[DemoRow]) -> str:
-    """The table."""
-    headings = [
-        "prompt\ntokens", "full attn\nMB pulled", "windows\nMB pulled", "MB not moved:\nwindows",
-        "MB not moved:\nprefix hits", "descrip-\ntors", "pull\nms", "GB/s", "handover\nms",
-        "same as\nalone",
-    ]  # fmt: skip
-    return table(
-        headings,
-        [
-            [
-                str(row.prompt_tokens),
-                f"{row.full_bytes / 1e6:.3f}",
-                f"{row.window_bytes / 1e6:.3f}",
-                f"{row.saved_by_window_bytes / 1e6:.3f}",
-                f"{row.saved_by_hits_bytes / 1e6:.3f}",
-                str(row.descriptors),
-                f"{1e3 * row.pull_s:.2f}",
-                f"{row.gb_per_s:.2f}",
-                f"{1e3 * row.handover_s:.1f}",
-                "yes" if row.mismatch is None else "NO",
-            ]
-            for row in rows
-        ],
-    )
 
 
 def _check(args: argparse.Namespace) -> None:

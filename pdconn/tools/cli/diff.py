@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,9 +22,9 @@ from pdconn.tools.cli.options import (
     check_file,
     configure_guards,
     configure_json,
-    publish_json,
+    publish,
 )
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from registration import RegistrationError
 
 _EPILOG = """\
@@ -87,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdconn diff: {error}", file=sys.stderr)
         return 2
     comparison = compare(a, b)
-    document = {**asdict(comparison), "compatible": comparison.compatible}
-    if publish_json(args.json, document):
-        print(_text(comparison, args.a, args.b))
+    publish(ComparisonReport(comparison, args.a, args.b), args.json)
     return 0 if comparison.compatible else 1
 
 
@@ -132,19 +130,33 @@ def _described(where: str, timeout_s: float, security: Security) -> Described:
         raise NoDescription(f"{where}: {why}") from error
 
 
-def _text(comparison: Comparison, a: str, b: str) -> str:
-    refused = [(d, "refused") for d in comparison.traits]
-    rows = [*refused, *((d, "differs") for d in comparison.shapes)]
-    parts = []
-    if rows:
-        lines = [[d.field, d.theirs, d.ours, verdict] for d, verdict in rows]
-        parts.append(table(["field", a, b, ""], lines))
-    else:
-        parts.append("no difference")
-    seen_by_a = [Difference(d.field, d.ours, d.theirs) for d in comparison.traits]
-    parts.append(_verdict(a, b, [*seen_by_a, *comparison.a_pulls]))
-    parts.append(_verdict(b, a, [*comparison.traits, *comparison.b_pulls]))
-    return "\n\n".join(parts)
+@dataclass(frozen=True)
+class ComparisonReport:
+    """What differs between the engines that the words ``a`` and ``b`` name."""
+
+    comparison: Comparison
+    a: str
+    b: str
+
+    def text(self, width: int | None = None) -> str:
+        """A table of the differences, and a verdict each way; whatever the ``width``."""
+        traits = self.comparison.traits
+        rows = [
+            [one.field, one.theirs, one.ours, verdict]
+            for verdict, found in (("refused", traits), ("differs", self.comparison.shapes))
+            for one in found
+        ]
+        seen_by_a = [Difference(one.field, one.ours, one.theirs) for one in traits]
+        parts = [
+            table(["field", self.a, self.b, ""], rows) if rows else "no difference",
+            _verdict(self.a, self.b, [*seen_by_a, *self.comparison.a_pulls]),
+            _verdict(self.b, self.a, [*traits, *self.comparison.b_pulls]),
+        ]
+        return "\n\n".join(parts)
+
+    def document(self) -> dict[str, object]:
+        """The same."""
+        return {**asdict(self.comparison), "compatible": self.comparison.compatible}
 
 
 def _verdict(reader: str, lender: str, obstacles: Sequence[Difference]) -> str:

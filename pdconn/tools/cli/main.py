@@ -23,8 +23,8 @@ from typing import Protocol, cast
 
 from pdconn import __version__
 from pdconn.tools.cli import EXIT_INTERRUPTED
-from pdconn.tools.cli.output import OutputClosed, watch_stdout
 from pdconn.tools.cli.parser import Parser
+from pdconn.tools.cli.stdout import OutputClosed, watch_stdout
 
 EXIT_FAILED = 1
 
@@ -61,7 +61,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "doctor",
-        "pdconn.tools.cli.doctor.command",
+        "pdconn.tools.cli.doctor",
         "find what is wrong with a host, a pair or a fleet",
     ),
     Command("diff", "pdconn.tools.cli.diff", "check whether two engines can exchange KV"),
@@ -78,7 +78,7 @@ COMMANDS: tuple[Command, ...] = (
         needs_reader=True,
     ),
     Command("plan", "pdconn.tools.cli.plan", "predict the cost of a pull, without engines"),
-    Command("store", "pdconn.tools.cli.store.command", "list, verify and remove stored KV"),
+    Command("store", "pdconn.tools.cli.store.store_command", "list, verify and remove stored KV"),
     Command(
         "completion",
         "pdconn.tools.cli.completion",

@@ -9,6 +9,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from pdconn.tools.output.report import Report
 from transport.errors import FieldError, shown
 
 _TOKENS = re.compile(r"(\d{1,12})([kKmM]?)")
@@ -40,6 +41,16 @@ def tokens(text: str) -> int:
 def configure_json(parser: argparse.ArgumentParser) -> None:
     """``--json``, which means the same in every command; check a file with :func:`check_file`."""
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=_JSON_HELP)
+
+
+def publish(report: Report, target: str | None, width: int | None = None) -> None:
+    """Print ``report`` as text or JSON, as ``--json`` says.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if publish_json(target, report.document()):
+        print(report.text(width))
 
 
 def publish_json(target: str | None, document: object) -> bool:

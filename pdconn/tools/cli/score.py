@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ from pdconn.router.prefix.snapshot import (
     explain_snapshot,
     read_snapshot,
 )
-from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish_json
+from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish
 
 _EPILOG = """\
 For each pod of a snapshot: how much of the request's prefix it could serve from its
@@ -79,23 +81,33 @@ def run(args: argparse.Namespace) -> int:
     except (BadArgument, BadSnapshot) as error:
         print(f"pdconn score: {error}", file=sys.stderr)
         return 2
-    if publish_json(args.json, msgspec.to_builtins(scored)):
-        print(_table(scored))
+    publish(ScoreReport(scored), args.json)
     return 0
 
 
-def _table(scored: dict[str, Explained]) -> str:
-    named = {_printable(name): pod for name, pod in scored.items()}
-    width = max((len(name) for name in named), default=3)
-    pulls = {name: _pull(pod) for name, pod in named.items()}
-    wide = max(len("may_pull"), *map(len, pulls.values())) if pulls else 8
-    heading = f"hit_blocks  stored  hit_tokens     score  {'may_pull':<{wide}}  cut_by"
-    lines = [f"{'pod':<{width}}  {heading}"]
-    for name, pod in sorted(named.items(), key=lambda item: -item[1].score):
-        blocks = f"{pod.hit_blocks:>10}  {pod.stored_blocks:>6}"
-        numbers = f"{blocks}  {pod.hit_tokens:>10}  {pod.score:>8g}"
-        lines.append(f"{name:<{width}}  {numbers}  {pulls[name]:<{wide}}  {_cut(pod)}")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class ScoreReport:
+    """The pods of a snapshot by name."""
+
+    scored: Mapping[str, Explained]
+
+    def text(self, width: int | None = None) -> str:
+        """A line for each pod, the best first; whatever the ``width``."""
+        named = {_printable(name): pod for name, pod in self.scored.items()}
+        longest = max((len(name) for name in named), default=3)
+        pulls = {name: _pull(pod) for name, pod in named.items()}
+        wide = max(len("may_pull"), *map(len, pulls.values())) if pulls else 8
+        heading = f"hit_blocks  stored  hit_tokens     score  {'may_pull':<{wide}}  cut_by"
+        lines = [f"{'pod':<{longest}}  {heading}"]
+        for name, pod in sorted(named.items(), key=lambda item: -item[1].score):
+            blocks = f"{pod.hit_blocks:>10}  {pod.stored_blocks:>6}"
+            numbers = f"{blocks}  {pod.hit_tokens:>10}  {pod.score:>8g}"
+            lines.append(f"{name:<{longest}}  {numbers}  {pulls[name]:<{wide}}  {_cut(pod)}")
+        return "\n".join(lines)
+
+    def document(self) -> object:
+        """The same."""
+        return msgspec.to_builtins(self.scored)
 
 
 def _printable(name: str) -> str:

@@ -23,7 +23,8 @@ from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Member, Role, merged
 from pdconn.router.fleet.sources import FleetSource
 from pdconn.sidechannel.security import Security, SecurityError, is_loopback
-from pdconn.tools.doctor.findings import Checked, Diagnosis, Finding, checked, fault
+from pdconn.tools.doctor.diagnosis import Diagnosis
+from pdconn.tools.doctor.findings import Checked, Finding, checked, fault
 from pdconn.tools.doctor.fleet import advertised, channels, engines, events, golden, traffic
 from pdconn.tools.doctor.given import config, judge
 from pdconn.tools.doctor.local import (

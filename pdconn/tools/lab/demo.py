@@ -11,13 +11,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.demo_report import DemoRow
 from pdconn.tools.lab.engine import Engine, missing_libraries, running
 from pdconn.tools.lab.errors import MissingBuild, MissingDependency, MissingLibrary, PortInUse
 from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
@@ -43,7 +44,7 @@ class DemoAddresses:
     admin_url: str
 
 
-Ended = Callable[[list["DemoRow"], DemoAddresses], None]
+Ended = Callable[[list[DemoRow], DemoAddresses], None]
 """Is told what was seen while everything still runs, and all stops when it returns."""
 
 _COUNTED = {
@@ -84,37 +85,6 @@ class DemoPlan:
     prefill_env: Mapping[str, str] = field(default_factory=dict)
     decode_env: Mapping[str, str] = field(default_factory=dict)
     decode_extra_config: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class DemoRow:
-    """One prompt: what moved for it, how long it took, and whether the answer is right.
-
-    Bytes and descriptors are of the whole pull; ``handover_s`` is from sending the request to
-    decode to the first byte of its answer; ``mismatch`` is None if the answers agree.
-    """
-
-    label: str
-    prompt_tokens: int
-    full_bytes: int
-    window_bytes: int
-    saved_by_window_bytes: int
-    saved_by_hits_bytes: int
-    descriptors: int
-    pull_s: float
-    transfer_s: float
-    handover_s: float
-    mismatch: str | None
-
-    @property
-    def gb_per_s(self) -> float:
-        """GB pulled per second of transfer; 0 without a transfer."""
-        moved = self.full_bytes + self.window_bytes
-        return moved / self.transfer_s / 1e9 if self.transfer_s else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, and the throughput."""
-        return {**asdict(self), "gb_per_s": self.gb_per_s}
 
 
 def run_demo(plan: DemoPlan, say: Say, ended: Ended) -> None:

@@ -18,8 +18,8 @@ from pdconn.tools.bench.serving.replies import (
     Reply,
     TurnResult,
 )
-from pdconn.tools.bench.serving.report import Report, render, to_json
 from pdconn.tools.bench.serving.schedule import due_times, order, prompts
+from pdconn.tools.bench.serving.serve_report import ServeReport
 from pdconn.tools.bench.serving.stream import BrokenAnswer, TimedLine, read_answer
 from pdconn.tools.bench.serving.summary import Bounds, Spread, check, summarise
 from pdconn.tools.bench.serving.turns import RunPlan
@@ -234,14 +234,18 @@ def test_an_answer_is_compared_within_its_round_only() -> None:
     ]
 
 
+def made(turns: list[TurnResult]) -> ServeReport:
+    return ServeReport.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref", manifest={"when": "now"})
+
+
 def test_what_the_reference_did_not_answer_is_not_called_right() -> None:
     turns = [turn("ref", FailedReply(0, 0.0, "gone")), turn("one", complete(0, (1.0,), 4))]
     answers = check(turns, "ref")
     assert answers.unchecked == {(1, "one", 0)}
     assert summarise("one", turns, answers, BOUNDS).met == 0
-    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
+    report = made(turns)
     assert not report.is_good
-    assert "1 could not be compared: ref did not answer" in render(report)
+    assert "1 could not be compared: ref did not answer" in report.text()
 
 
 def test_the_table_and_the_document_say_what_came() -> None:
@@ -250,8 +254,8 @@ def test_the_table_and_the_document_say_what_came() -> None:
         turn("ref", answer, complete(1, (10.5,), 6)),
         replace(turn("one", answer, complete(1, (10.5,), 7)), others=0.25),
     ]
-    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
-    text = render(report)
+    report = made(turns)
+    text = report.text()
     row = next(line for line in text.splitlines() if line.strip().startswith("one")).split()
     assert row == [
         "one", "2", "500.0", "10,500.0", "100.0", "100.0", "25.0", "25.0", "1", "0.50", "1.00",
@@ -259,7 +263,7 @@ def test_the_table_and_the_document_say_what_came() -> None:
     ]  # fmt: skip
     assert "4 answers: 1 differ from those of ref" in text
     assert "more than 10% of this machine in 1 of 2 turns, at most 25% (one, round 1)" in text
-    document = json.loads(json.dumps(to_json(report, {"when": "now"})))
+    document = json.loads(json.dumps(report.document()))
     assert document["manifest"] == {"when": "now"}
     replies = document["turns"][1]["replies"]
     assert replies[0]["arrivals_s"] == pytest.approx([0.5, 0.6])
@@ -269,6 +273,6 @@ def test_the_table_and_the_document_say_what_came() -> None:
 
 def test_nothing_wrong_and_nothing_failed_is_good() -> None:
     turns = [turn(name, complete(0, (1.0,), 4)) for name in ("ref", "one")]
-    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
+    report = made(turns)
     assert report.is_good
-    assert "2 answers: none differs from that of ref" in render(report)
+    assert "2 answers: none differs from that of ref" in report.text()

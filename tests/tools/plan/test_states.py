@@ -10,10 +10,10 @@ from pdconn.tools.plan.advice import advise
 from pdconn.tools.plan.engine import EngineShape
 from pdconn.tools.plan.errors import ShapeError, UnreadableConfig
 from pdconn.tools.plan.forecast import Forecast, forecast
+from pdconn.tools.plan.forecast_report import ForecastReport
 from pdconn.tools.plan.hf.config import model_shape
 from pdconn.tools.plan.link import Link
 from pdconn.tools.plan.model import LayerSort, ModelShape, StateSort
-from pdconn.tools.plan.report import to_json
 from pdconn.tools.plan.states import ItemSizes, LayerState, Parts, mamba2
 from registration.references import AttentionKind
 from tests.tools.plan.published import GEMMA_4, PUBLISHED
@@ -140,7 +140,7 @@ def test_an_engine_with_larger_blocks_keeps_them() -> None:
 
 def test_a_document_has_the_bytes_of_states() -> None:
     made = pull(NEMOTRON, {}, {"tp": 2}, 3000)
-    found = to_json(made, ())
+    found = ForecastReport(made, ()).document()
     assert found["total"]["state_bytes"] == made.total.state > 0
     assert sum(group["state_bytes"] for group in found["groups"]) == made.total.state
     assert {group["kind"] for group in found["groups"]} == {"mamba", "full_attention"}

@@ -8,5 +8,5 @@ client       sends requests to one OpenAI-compatible server
 contestants  what is measured: engines of our own, or a running service
 lineup       the engines that each contestant needs
 turns        measures all contestants, round by round
-report       a table and a JSON document
+serve_report a table and a JSON document
 """

@@ -10,5 +10,5 @@ moves       one measurement of one method
 rig         one case, ready to be measured
 rounds      measures all methods, turn by turn
 mooncake    Mooncake's transfer engine, where it is installed
-report      a table, a JSON document, and a plot of throughput against block size
+transfer_report  a table, a JSON document, and a plot of throughput against block size
 """

@@ -223,27 +223,3 @@ def _break_even(
         if blocks * compute_s <= blocks * fa_s + len(pieces(wa, blocks * size)) * wa_s:
             first = blocks + 1
     return first * size + 1 if first * size <= LONGEST_TOKENS else None
-
-
-def store_document(made: StoreForecast) -> dict[str, object]:
-    """For ``json.dumps``: bytes, counts and seconds, not rounded."""
-    return {
-        "block_tokens": made.layout.block_tokens,
-        "prompt_tokens": made.prompt_tokens,
-        "engine": str(made.engine),
-        "boundary": made.boundary,
-        "window_every_blocks": None if made.layout.wa is None else made.every,
-        "fa": {"rows": made.fa_rows, "row_bytes": made.fa_row_nbytes, "bytes": made.fa_nbytes},
-        "wa": {"rows": made.wa_rows, "row_bytes": made.wa_row_nbytes, "bytes": made.wa_nbytes},
-        "bytes": made.nbytes,
-        "wa_share": made.wa_share,
-        "load_bytes": made.load_nbytes,
-        "staging_bytes": made.staging_nbytes,
-        "staging_given_bytes": made.staging,
-        "staging_tokens": made.staged_tokens,
-        "store_bytes_per_s": made.rate,
-        "load_s": made.load_s,
-        "prefill_tokens_per_s": made.prefill_rate,
-        "recompute_s": made.recompute_s,
-        "break_even_tokens": made.break_even,
-    }

@@ -12,13 +12,12 @@ from pdconn.puller.warmup_state import Place
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetSource, WatchedFile, parse_source
-from pdconn.tools.cli.doctor.text import diagnosis_text
 from pdconn.tools.cli.options import (
     BadArgument,
     check_file,
     configure_guards,
     configure_json,
-    publish_json,
+    publish,
 )
 from pdconn.tools.doctor.errors import BadQuestion
 from pdconn.tools.doctor.examine import Questions, examine
@@ -27,6 +26,7 @@ from pdconn.tools.doctor.fleet.engines import trusting
 from pdconn.tools.doctor.given.read import read_engines
 from pdconn.tools.doctor.local.used import read_ucx_log
 from pdconn.tools.doctor.probe import serve_probe
+from pdconn.tools.output.progress_line import ProgressLine
 from pdconn.tools.plan.errors import ShapeError
 from pdconn.tools.plan.link import parse_link
 
@@ -146,20 +146,19 @@ def _configure_fleet(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine and print; the exit code is the verdict."""
-    progress = _DoctorProgress(shown=sys.stderr.isatty() and not args.json)
+    progress = ProgressLine(shown=not args.json)
     try:
         check_file("--json", args.json)
         if args.serve is not None:
             return _serve(_place("--serve", args.serve))
-        diagnosis = examine(_questions(args), progress.show)
+        diagnosis = examine(_questions(args), lambda step: progress.show_step(f"{step} ..."))
     except (BadArgument, BadQuestion, BadSetting, ShapeError) as error:
-        progress.clear()
+        progress.erase()
         print(f"pdconn doctor: {error}", file=sys.stderr)
         return 2
     finally:
-        progress.clear()
-    if publish_json(args.json, diagnosis.to_json()):
-        print(diagnosis_text(diagnosis))
+        progress.erase()
+    publish(diagnosis, args.json)
     return 0 if diagnosis.is_healthy else 1
 
 
@@ -239,20 +238,3 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 86400:
         raise argparse.ArgumentTypeError(f"expected above 0 and below 86400, got {text}")
     return seconds
-
-
-class _DoctorProgress:
-    """One line of a terminal, rewritten in place; nothing without a terminal."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown and os.environ.get("TERM") != "dumb"
-
-    def show(self, text: str) -> None:
-        """Show the current step."""
-        if self._shown:
-            print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Erase the line."""
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import time
@@ -23,20 +22,16 @@ from pdconn.store.inspect import (
 )
 from pdconn.store.shelf.base import Shelf, StoredRow
 from pdconn.store.verify import CheckedRow, RowState, check_rows
-from pdconn.tools.cli.options import BadArgument, configure_json, publish_json
-from pdconn.tools.cli.store.text import (
-    amount_of,
-    checks_document,
-    checks_text,
-    duration,
-    namespace_document,
-    namespaces_text,
-    root_document,
-    row_document,
-    rows_text,
-    size,
-    summary_text,
+from pdconn.tools.cli.options import BadArgument, configure_json, publish
+from pdconn.tools.cli.store.store_report import (
+    ChecksReport,
+    NamespacesReport,
+    RemovalReport,
+    RootReport,
+    RowsReport,
 )
+from pdconn.tools.output.progress_line import ProgressLine
+from pdconn.tools.output.units import duration
 
 _EPILOG = """\
 ROOT is the folder that "root" in the connector's "store" names. It may be in use:
@@ -157,8 +152,7 @@ def _ls(args: argparse.Namespace) -> int:
                 rows_of(shelf, args.namespace),
                 key=lambda row: (row.namespace, row.name.kind, row.name.index, row.name.key),
             )
-            if publish_json(args.json, [row_document(row) for row in rows]):
-                print(rows_text(rows, time.time()))
+            publish(RowsReport(rows, time.time()), args.json)
             return 0
         if args.namespace is not None:
             rows_of(shelf, args.namespace)  # raises for one that is not there
@@ -167,16 +161,14 @@ def _ls(args: argparse.Namespace) -> int:
             for one in summarize(args.root, shelf).namespaces
             if args.namespace in (None, one.namespace)
         ]
-    if publish_json(args.json, [namespace_document(one) for one in found]):
-        print(namespaces_text(found, time.time()))
+    publish(NamespacesReport(found, time.time()), args.json)
     return 0
 
 
 def _stat(args: argparse.Namespace) -> int:
     with open_existing(args.root) as shelf:
         found = summarize(args.root, shelf)
-    if publish_json(args.json, root_document(found)):
-        print(summary_text(found))
+    publish(RootReport(found), args.json)
     return 0
 
 
@@ -192,13 +184,12 @@ def _verify(args: argparse.Namespace) -> int:
             counts[checked.state] += RowAmount(1, checked.row.nbytes)
             if checked.state in (RowState.DAMAGED, RowState.UNREADABLE):
                 bad.append(checked)
-            progress.show(number + 1)
-        progress.clear()
+            progress.show_rows(number + 1)
+        progress.erase()
         if args.drop_bad:
             damaged = [one.row for one in bad if one.state is RowState.DAMAGED]
             dropped = remove_rows(args.root, shelf, damaged)
-    if publish_json(args.json, checks_document(counts, bad, dropped, problems)):
-        print(checks_text(counts, bad, dropped if args.drop_bad else None, problems))
+    publish(ChecksReport(counts, bad, dropped, problems, args.drop_bad), args.json)
     return 1 if bad else 0
 
 
@@ -233,14 +224,12 @@ def _drop(args: argparse.Namespace) -> int:
         if not args.yes:
             return _would_drop(args, wanted)
         removed = _removed(args, shelf, rows)
-    if publish_json(args.json, {"wanted": amount_of(wanted), "removed": amount_of(removed)}):
-        print(f"removed {removed.rows:,} of {wanted.rows:,} rows, {size(removed.nbytes)}")
+    publish(RemovalReport(wanted, removed), args.json)
     return 0
 
 
 def _would_drop(args: argparse.Namespace, wanted: RowAmount) -> int:
-    if publish_json(args.json, {"wanted": amount_of(wanted), "removed": amount_of(RowAmount())}):
-        print(f"would remove {wanted.rows:,} rows, {size(wanted.nbytes)}")
+    publish(RemovalReport(wanted, None), args.json)
     print(f"{args.prog}: nothing was removed; add --yes to remove them", file=sys.stderr)
     return 2
 
@@ -248,9 +237,9 @@ def _would_drop(args: argparse.Namespace, wanted: RowAmount) -> int:
 def _removed(args: argparse.Namespace, shelf: Shelf, rows: Sequence[StoredRow]) -> RowAmount:
     progress = _RowProgress(args.prog, rows)
     try:
-        return remove_rows(args.root, shelf, rows, progress.show)
+        return remove_rows(args.root, shelf, rows, progress.show_rows)
     finally:
-        progress.clear()
+        progress.erase()
 
 
 def _unused(rows: Sequence[StoredRow], used_before: float) -> list[StoredRow]:
@@ -269,24 +258,21 @@ def _seconds(text: str) -> float:
 
 
 class _RowProgress:
-    """One line of a terminal, rewritten in place; nothing without a terminal."""
+    """How many rows are done, and how long the others take; a few times a second."""
 
     def __init__(self, prog: str, rows: Sequence[StoredRow]) -> None:
-        self._prog, self._total = prog, len(rows)
-        self._shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._line, self._total = ProgressLine(f"{prog}: "), len(rows)
         self._began = self._last = time.monotonic()
 
-    def show(self, count: int) -> None:
-        """Show that ``count`` rows are done, a few times a second."""
+    def show_rows(self, count: int) -> None:
+        """Show that ``count`` rows are done."""
         now = time.monotonic()
-        if not self._shown or now - self._last < 0.2:
+        if not self._line.shown or now - self._last < 0.2:
             return
         self._last = now
         left_s = (now - self._began) * (self._total - count) / count
-        text = f"{count:,} of {self._total:,} rows, {duration(left_s)} left"
-        print(f"\r\033[K{self._prog}: {text}", end="", file=sys.stderr, flush=True)
+        self._line.show_step(f"{count:,} of {self._total:,} rows, {duration(left_s)} left")
 
-    def clear(self) -> None:
+    def erase(self) -> None:
         """Erase the line."""
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._line.erase()
