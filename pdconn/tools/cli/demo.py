@@ -31,6 +31,7 @@ from pdconn.tools.lab.demo import (
 from pdconn.tools.lab.demo_report import DemoReport, DemoRow
 from pdconn.tools.lab.errors import LabError
 from pdconn.tools.lab.model import TINY, write_model
+from pdconn.tools.openai.completions import BrokenAnswer
 
 _EPILOG = """\
 Starts three vLLM engines (prefill, decode, and one alone) and the proxy on this machine,
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         check_dependencies()
         args.directory.mkdir(parents=True, exist_ok=True)
         run_demo(_plan(args), say, ended)
-    except (LabError, OSError) as error:
+    except (LabError, BrokenAnswer, OSError) as error:
         print(f"pdconn demo: {error}", file=sys.stderr)
         return 1
     return codes[0]

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse, RequestRefused
 from pdconn.tools.lab.ports import is_free
 from pdconn.tools.lab.process import Ended, Process
 from pdconn.tools.lab.spec import EngineSpec
@@ -120,7 +121,7 @@ class Engine(Closing):
             EngineDied: it ended, or never ran.
         """
         self.check()
-        if self.boot_s is None and _healthy(self.spec.host, self.spec.port):
+        if self.boot_s is None and _healthy(self.url):
             self.boot_s = time.monotonic() - self._launched
         return self.boot_s is not None
 
@@ -246,12 +247,9 @@ def stop_all(engines: Sequence[Engine]) -> None:
         raise failures[0]
 
 
-def _healthy(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=2.0)
+def _healthy(url: str) -> bool:
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
+        Client(url, timeout_s=2.0).get("/health")
+    except (OSError, http.client.HTTPException, RequestRefused):
         return False
-    finally:
-        connection.close()
+    return True

@@ -20,9 +20,10 @@ from pdconn.tools.bench.serving.replies import (
 )
 from pdconn.tools.bench.serving.schedule import due_times, order, prompts
 from pdconn.tools.bench.serving.serve_report import ServeReport
-from pdconn.tools.bench.serving.stream import BrokenAnswer, TimedLine, read_answer
+from pdconn.tools.bench.serving.stream import TimedLine, read_answer
 from pdconn.tools.bench.serving.summary import Bounds, Spread, check, summarise
 from pdconn.tools.bench.serving.turns import RunPlan
+from pdconn.tools.openai.completions import BrokenAnswer
 
 BOUNDS = Bounds(ttft_s=1.0, itl_s=0.1)
 PLAN = RunPlan(prompt_tokens=10, output_tokens=3, requests=2, rounds=1)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.tools.bench.serving.client import service
 from pdconn.tools.bench.serving.contestants import (
     LocalEngines,
     Target,
@@ -19,6 +18,7 @@ from pdconn.tools.bench.serving.contestants import (
     running_contestants,
 )
 from pdconn.tools.bench.serving.replies import CompleteReply, FailedReply, Reply
+from pdconn.tools.bench.serving.service import service
 from pdconn.tools.bench.serving.turns import (
     WARMUP_REQUESTS,
     RunPlan,

@@ -18,7 +18,6 @@ from pdconn.tools.doctor.errors import BadQuestion
 from pdconn.tools.doctor.fleet.channels import PairFacts, PullTimes, judge_pairs, judge_times
 from pdconn.tools.doctor.fleet.engines import (
     EngineFacts,
-    ServedModel,
     client_session,
     drift_of,
     judge_agreement,
@@ -31,6 +30,7 @@ from pdconn.tools.doctor.fleet.golden import MOST_PAIRS, golden_ids, golden_pair
 from pdconn.tools.doctor.fleet.traffic import judge_traffic, traffic_of
 from pdconn.tools.doctor.probe import ProbeFacts
 from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.openai.served_models import ServedModel
 from tests.fakes.credentials import Authority
 from tests.fakes.event_loop import in_loop
 from tests.router.events.publisher import Publisher, two_ports

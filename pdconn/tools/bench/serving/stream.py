@@ -8,28 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
-from pdconn.tools.bench.errors import BenchError
+from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.tools.bench.serving.replies import AnswerContent, CompleteReply
+from pdconn.tools.openai.completions import BrokenAnswer, Choice, read_completion
 
 TimedLine = tuple[float, bytes]
 """When a line arrived, and its bytes."""
-
-
-class BrokenAnswer(BenchError):
-    """A stream that is not a complete answer."""
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def read_answer(prompt: int, began_s: float, lines: Sequence[TimedLine]) -> CompleteReply:
@@ -64,21 +48,20 @@ def read_answer(prompt: int, began_s: float, lines: Sequence[TimedLine]) -> Comp
     )
 
 
-def _choices(lines: Sequence[TimedLine]) -> Iterator[tuple[float, _Choice | None]]:
+def _choices(lines: Sequence[TimedLine]) -> Iterator[tuple[float, Choice | None]]:
     """What each event adds to the answer; None for the event that ends it."""
     for at_s, line in lines:
-        field, _, value = line.partition(b":")
-        if field != b"data":
+        data = event_data(line)
+        if data is None:
             continue
-        if value.strip() == b"[DONE]":
+        if data == DONE:
             yield at_s, None
             continue
         try:
-            event = msgspec.json.decode(value, type=_Event)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            event = read_completion(data)
+        except BrokenAnswer as error:
             raise BrokenAnswer(f"malformed event: {error}") from error
-        if bytes(event.error) != b"null":
-            reported = bytes(event.error)[:500].decode(errors="replace")
-            raise BrokenAnswer(f"the server reports {reported}")
+        if event.reported_error is not None:
+            raise BrokenAnswer(f"the server reports {event.reported_error}")
         if event.choices:
             yield at_s, event.choices[0]

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from pdconn.tools.bench.errors import BadOption
-from pdconn.tools.bench.serving.client import Service, TargetFailed, service
 from pdconn.tools.bench.serving.contestants import Contestant
 from pdconn.tools.bench.serving.replies import FailedReply, Reply, TurnResult
 from pdconn.tools.bench.serving.schedule import due_times, order, prompts
+from pdconn.tools.bench.serving.service import Service, TargetFailed, service
 from pdconn.tools.lab.quiet import Neighbours
 
 Log = Callable[[str], None]

@@ -20,7 +20,10 @@ import msgspec
 from pdconn.tools.bench.errors import BenchError
 from pdconn.tools.bench.serving.replies import CompleteReply, FailedReply, Reply
 from pdconn.tools.bench.serving.schedule import Prompt
-from pdconn.tools.bench.serving.stream import BrokenAnswer, TimedLine, read_answer
+from pdconn.tools.bench.serving.stream import TimedLine, read_answer
+from pdconn.tools.openai.async_client import OK, AsyncClient
+from pdconn.tools.openai.completions import BrokenAnswer, completion_request
+from pdconn.tools.openai.served_models import listed_models
 
 #: vLLM closes a connection that is idle for 5 s; ours must close earlier.
 _KEEPALIVE_S = 4.0
@@ -42,14 +45,6 @@ class _RouteTimes(msgspec.Struct):
     first_byte_ms: float | None = None
 
 
-class _ServedModel(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ServedModel] = []
-
-
 class Service:
     """One server, reached through ``session``; ``timeout_s`` is for a complete answer.
 
@@ -58,7 +53,6 @@ class Service:
 
     def __init__(
         self,
-        name: str,
         url: str,
         model: str,
         timeout_s: float,
@@ -66,12 +60,10 @@ class Service:
         *,
         admin: str | None = None,
     ) -> None:
-        self._name = name
-        self._url = url.rstrip("/")
         self._model = model
         self._timeout_s = timeout_s
-        self._session = session
-        self._admin = admin
+        self._client = AsyncClient(url, session)
+        self._admin = None if admin is None else AsyncClient(admin, session)
         self._ids: dict[int, str] = {}
 
     async def ask(
@@ -82,7 +74,8 @@ class Service:
         Times count from ``due_s``, when the request should have been sent; without it, from
         when it is sent.
         """
-        body = json.dumps(_body(self._model, prompt, max_tokens))  # before the clock starts
+        request = completion_request(self._model, prompt, max_tokens, stream=True)
+        body = json.dumps(request)  # before the clock starts
         self._ids[number] = request_id = f"bench-{uuid.uuid4().hex}"
         began_s = time.perf_counter() if due_s is None else due_s
         try:
@@ -95,10 +88,8 @@ class Service:
             return FailedReply(number, began_s, str(error) or type(error).__name__)
 
     async def _lines(self, body: str, request_id: str) -> list[TimedLine]:
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        url = f"{self._url}/v1/completions"
-        async with self._session.post(url, data=body, headers=headers) as response:
-            if response.status != 200:
+        async with self._client.post_completion(body, {"X-Request-Id": request_id}) as response:
+            if response.status != OK:
                 text = (await response.content.read(500)).decode(errors="replace")
                 raise BrokenAnswer(f"status {response.status}: {text}")
             return [(time.perf_counter(), line) async for line in response.content]
@@ -110,10 +101,10 @@ class Service:
         """
         if not isinstance(reply, CompleteReply) or self._admin is None:
             return reply
-        url = f"{self._admin}/debug/route/{quote(self._ids[reply.prompt])}"
         try:
-            async with asyncio.timeout(_CONNECT_S), self._session.get(url) as response:
-                route = msgspec.json.decode(await response.read(), type=_RouteTimes)
+            async with asyncio.timeout(_CONNECT_S):
+                page = await self._admin.get_page(f"/debug/route/{quote(self._ids[reply.prompt])}")
+            route = msgspec.json.decode(page.body, type=_RouteTimes)
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError):
             return reply
         if route.ticket_ms is None or route.first_byte_ms is None:
@@ -136,34 +127,20 @@ async def service(
         read_bufsize=_LINE_NBYTES,
     ) as session:
         model = model or await _first_model(name, url, session)
-        yield Service(name, url, model, timeout_s, session, admin=admin)
+        yield Service(url, model, timeout_s, session, admin=admin)
 
 
 async def _first_model(name: str, url: str, session: aiohttp.ClientSession) -> str:
     try:
-        async with (
-            asyncio.timeout(_CONNECT_S),
-            session.get(f"{url.rstrip('/')}/v1/models") as response,
-        ):
-            models = msgspec.json.decode(await response.read(), type=_ModelList)
+        async with asyncio.timeout(_CONNECT_S):
+            page = await AsyncClient(url, session).get_page("/v1/models")
+        models = listed_models(page.body)
     except TimeoutError:
         raise TargetFailed(
             name, url, f"/v1/models did not answer within {_CONNECT_S:g} s"
         ) from None
     except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
         raise TargetFailed(name, url, str(error) or type(error).__name__) from error
-    if not models.data:
+    if not models:
         raise TargetFailed(name, url, "/v1/models lists no model; name one with --model")
-    return models.data[0].id
-
-
-def _body(model: str, prompt: Prompt, max_tokens: int) -> dict[str, object]:
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
+    return models[0].name
