@@ -87,7 +87,7 @@ def lend(prompt: int) -> None:
         line = sys.stdin.readline()
         while line:
             path, boot = line.split()
-            with PATHS[path].open(f"warm-prefill-{boot}") as transport:
+            with PATHS[path].open_transport(f"warm-prefill-{boot}") as transport:
                 transport.register([arena.memory])
                 rank = RankGeometry(0, 0, transport.address(), references)
                 welcome = Welcome.of("prefill", boot, TRAITS, (rank,))
@@ -153,7 +153,7 @@ def _turn(
     workload: Workload, me: Rank, arena: BenchMemory, lender: Lending, *, path: str, kind: str
 ) -> Turn:
     port, boot = lender.boot(path)
-    transport = PATHS[path].open(f"warm-decode-{boot}")
+    transport = PATHS[path].open_transport(f"warm-decode-{boot}")
     scratch = Scratch.on(HOST)
     transport.register([arena.memory, scratch.memory])
     with closing(Puller(me, transport, warm_up=_warm_up(kind, port, scratch))) as puller:

@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             turns = _measured_here(args, names, plan, log)
         reference = SINGLE if SINGLE in names and not targets else names[0]
-        report = ServeReport.of(plan, bounds, turns, names, reference, manifest=manifest())
+        report = ServeReport.of_turns(plan, bounds, turns, names, reference, manifest=manifest())
         _publish(args.json, report)
     except (BenchError, LabError, OSError) as error:
         print(f"pdconn bench serve: {error}", file=sys.stderr)

@@ -28,7 +28,7 @@ class Events:
         line = json.dumps({"event": event, **facts}) if self._as_json else sentence
         print(line, flush=True)
 
-    def waiting(self, config: ProxyConfig) -> None:
+    def wait_began(self, config: ProxyConfig) -> None:
         """The wait for engines begins."""
         engines = list(dict.fromkeys(config.engines.prefill + config.engines.decode))
         engines += [] if config.engines.fleet is None else [config.engines.fleet]
@@ -100,7 +100,7 @@ async def serve(config: ProxyConfig, events: Events) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
     _warn_of_exposure(config)
     if config.times.wait_s is not None:
-        events.waiting(config)
+        events.wait_began(config)
     try:
         async with running_proxy(config, events.ready) as proxy:
             stop = asyncio.Event()

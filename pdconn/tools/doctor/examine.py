@@ -92,7 +92,7 @@ class Questions:
     @property
     def engine_environ(self) -> Mapping[str, str]:
         """The variables of that engine; without one, ours."""
-        return self.environ if self.engine is None else self.engine.environment(self.environ)
+        return self.environ if self.engine is None else self.engine.engine_environment(self.environ)
 
 
 def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:

@@ -120,12 +120,12 @@ class Engine(Closing):
         Raises:
             EngineDied: it ended, or never ran.
         """
-        self.check()
+        self.check_alive()
         if self.boot_s is None and _healthy(self.url):
             self.boot_s = time.monotonic() - self._launched
         return self.boot_s is not None
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raise ``EngineDied`` unless its process runs."""
         process = self._running()
         if (ended := process.ended()) is not None:
@@ -143,7 +143,7 @@ class Engine(Closing):
 
     def kill(self) -> Ended:
         """SIGKILL, as in a crash; ``launch`` starts it again."""
-        return self._running().kill()
+        return self._running().kill_command()
 
     def ask_to_stop(self) -> None:
         """Begin to stop; do not wait."""
@@ -152,7 +152,7 @@ class Engine(Closing):
 
     def stop(self) -> Ended | None:
         """Stop it and wait until all its processes are gone.  None if it never ran."""
-        return None if self._process is None else self._process.end()
+        return None if self._process is None else self._process.end_all()
 
     def close(self) -> None:
         """Stop it and wait; see ``stop``."""

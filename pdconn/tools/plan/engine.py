@@ -124,7 +124,7 @@ class EngineShape:
     @property
     def state_nbytes(self) -> int:
         """Bytes of a state of one layer on a rank; 0 without states."""
-        return max((sort.state.nbytes(self.tp) for sort in self.model.states), default=0)
+        return max((sort.state.state_nbytes(self.tp) for sort in self.model.states), default=0)
 
     @property
     def ranks(self) -> int:

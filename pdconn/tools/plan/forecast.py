@@ -72,9 +72,9 @@ class Cost:
         """How many times more bytes would move with full attention in every layer."""
         return 1 + self.saved_by_window / self.nbytes if self.nbytes else 1.0
 
-    def seconds(self, link: Link) -> float:
+    def pull_seconds(self, link: Link) -> float:
         """Predicted time of one rank that pulls this."""
-        return link.seconds(self.nbytes, self.runs)
+        return link.seconds_to_read(self.nbytes, self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Forecast:
     @property
     def slowest(self) -> SlowestRank:
         """The rank of either side that takes longest."""
-        reads = SlowestRank("decode", self.busiest_rank, self.busiest.seconds(self.link))
+        reads = SlowestRank("decode", self.busiest_rank, self.busiest.pull_seconds(self.link))
         most = max(self.sent)
         sends = self.prefill_link.seconds_to_send(most)
         return max(
@@ -173,7 +173,7 @@ class Forecast:
         """The part of ``slowest`` that is one group's."""
         slowest = self.slowest
         if slowest.side == "decode":
-            return group.busiest.seconds(self.link)
+            return group.busiest.pull_seconds(self.link)
         return self.prefill_link.seconds_to_send(group.sent[slowest.rank])
 
 
@@ -243,7 +243,7 @@ def _check_tokens(prompt_tokens: int, hit_tokens: int) -> None:
 
 
 def _busiest(received: Sequence[Cost], link: Link) -> int:
-    return max(range(len(received)), key=lambda rank: received[rank].seconds(link))
+    return max(range(len(received)), key=lambda rank: received[rank].pull_seconds(link))
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def _engine_document(engine: EngineShape) -> dict[str, Any]:
 
 
 def _cost_document(cost: Cost, link: Link) -> dict[str, Any]:
-    return {**document(_COST, cost), "seconds": cost.seconds(link)}
+    return {**document(_COST, cost), "seconds": cost.pull_seconds(link)}
 
 
 # --- KV cache groups ----------------------------------------------------------------------

@@ -144,7 +144,7 @@ class _Region:
         chunks, strides = self._page()
         return [
             LayerMemory(
-                self.share.sort.name(layer),
+                self.share.sort.layer_name(layer),
                 allocation,
                 offset + index * strides["L"],
                 strides["B"],
@@ -158,7 +158,7 @@ class _Region:
         """What a page holds, and the strides of the layout's letters."""
         sort = self.share.sort
         if isinstance(sort, StateSort):
-            chunks = sort.state.chunks(self.place.tp_rank, self.place.tp)
+            chunks = sort.state.state_chunks(self.place.tp_rank, self.place.tp)
             return chunks, self._strides(1, 1, self.share.page_nbytes)
         first_head, heads = self.place.heads(sort.heads)
         rows = self.block_tokens // sort.row_tokens

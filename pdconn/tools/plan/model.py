@@ -71,10 +71,10 @@ class LayerSort(msgspec.Struct, frozen=True, tag=True):
                 raise ShapeError(field, "a number above 0", value)
         _check_layers(self.layers)
 
-    def name(self, layer: int) -> str:
+    def layer_name(self, layer: int) -> str:
         """The name that peers match layer ``layer`` by.
 
-        >>> LayerSort((0,), AttentionKind.FULL, None, 8, 512).name(0)
+        >>> LayerSort((0,), AttentionKind.FULL, None, 8, 512).layer_name(0)
         'layers.0.attn'
         """
         return f"layers.{layer}.{self.part}"
@@ -102,7 +102,7 @@ class StateSort(msgspec.Struct, frozen=True, tag=True):
     def __post_init__(self) -> None:
         _check_layers(self.layers)
 
-    def name(self, layer: int) -> str:
+    def layer_name(self, layer: int) -> str:
         """The name that peers match layer ``layer`` by."""
         return f"layers.{layer}.{self.part}"
 
@@ -153,7 +153,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         if not self.sorts:
             raise ShapeError("sorts", "at least one sort of layers", "none")
-        names = [sort.name(layer) for sort in self.sorts for layer in sort.layers]
+        names = [sort.layer_name(layer) for sort in self.sorts for layer in sort.layers]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ShapeError("sorts", "each layer's part once", f"{twice} twice")
@@ -178,7 +178,7 @@ class ModelShape:
                 windows += nbytes
             else:
                 full += nbytes
-        states = sum(len(sort.layers) * sort.state.nbytes(1) for sort in self.states)
+        states = sum(len(sort.layers) * sort.state.state_nbytes(1) for sort in self.states)
         return TokenBytes(full, windows, states)
 
     @property

@@ -69,14 +69,14 @@ class LayerState:
         """Every kind of parts, once."""
         return self.window if self.recurrent is None else (*self.window, self.recurrent)
 
-    def nbytes(self, tp: int) -> int:
+    def state_nbytes(self, tp: int) -> int:
         """Bytes on one of ``tp`` ranks, without padding."""
-        return sum(chunk.nbytes for chunk in self.chunks(0, tp))
+        return sum(chunk.nbytes for chunk in self.state_chunks(0, tp))
 
-    def chunks(self, tp_rank: int, tp: int) -> tuple[StateChunk, ...]:
+    def state_chunks(self, tp_rank: int, tp: int) -> tuple[StateChunk, ...]:
         """The pieces of a rank's page, in their order.
 
-        >>> LayerState((Parts(4, 2),), 2, Parts(4, 8)).chunks(1, 2)[-1]
+        >>> LayerState((Parts(4, 2),), 2, Parts(4, 8)).state_chunks(1, 2)[-1]
         StateChunk(nbytes=16, offset=8, num_heads=2, first_head=2)
         """
         made: list[StateChunk] = []

@@ -100,7 +100,7 @@ def test_without_torch_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyP
 
 def test_an_arena_gives_no_more_than_it_has() -> None:
     with BenchMemory(1 << 12, huge_pages=False) as arena:
-        assert arena.take(4000).data_ptr() == arena.memory.base
-        assert arena.take(96).data_ptr() == arena.memory.base + 4000
+        assert arena.take_tensor(4000).data_ptr() == arena.memory.base
+        assert arena.take_tensor(96).data_ptr() == arena.memory.base + 4000
         with pytest.raises(BenchError, match="memory: expected at most 0 bytes more, got 1"):
-            arena.take(1)
+            arena.take_tensor(1)

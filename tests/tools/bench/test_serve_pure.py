@@ -175,8 +175,8 @@ def test_a_plan_that_cannot_be_meant_is_refused(values: dict[str, float]) -> Non
 
 
 def test_a_spread_is_median_and_worst_of_few() -> None:
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 3.0)
-    assert Spread.of([]) is None
+    assert Spread.of_values([3.0, 1.0, 2.0]) == Spread(2.0, 3.0)
+    assert Spread.of_values([]) is None
 
 
 def test_a_request_is_good_if_it_keeps_both_bounds() -> None:
@@ -207,7 +207,7 @@ def test_goodput_counts_what_is_whole_right_and_in_time() -> None:
     assert (one.requests, one.failed, one.wrong, one.met) == (4, 1, 1, 1)
     assert one.goodput == 1 / 4.0
     assert one.throughput == 3 / 4.0
-    assert one.ttft == Spread.of([0.5, 2.0, 0.5])
+    assert one.ttft == Spread.of_values([0.5, 2.0, 0.5])
     assert summarise("ref", turns, answers, BOUNDS).met == 2
 
 
@@ -217,7 +217,7 @@ def test_gaps_are_pooled_over_requests_and_rounds() -> None:
         turn("one", complete(0, (1.0, 1.25, 2.25), 4, 5, 6), number=2),
     ]
     one = summarise("one", turns, check(turns, "one"), BOUNDS)
-    assert one.itl == Spread.of([0.5, 0.25, 1.0])
+    assert one.itl == Spread.of_values([0.5, 0.25, 1.0])
     assert one.seconds == 4.0
     assert one.handover is None
 
@@ -236,7 +236,9 @@ def test_an_answer_is_compared_within_its_round_only() -> None:
 
 
 def made(turns: list[TurnResult]) -> ServeReport:
-    return ServeReport.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref", manifest={"when": "now"})
+    return ServeReport.of_turns(
+        PLAN, BOUNDS, turns, ["ref", "one"], "ref", manifest={"when": "now"}
+    )
 
 
 def test_what_the_reference_did_not_answer_is_not_called_right() -> None:

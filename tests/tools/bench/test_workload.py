@@ -142,7 +142,7 @@ def test_layer_by_layer_moves_the_same_bytes_to_the_same_places(layout: str) -> 
     ours, theirs = workload.ours(), workload.theirs()
     [need], lent = workload.needs(), workload.lent[0].lists
     plan = workload.pairing(ours, theirs).plan(need, lent)
-    layered = LayeredPairings.of(ours, theirs).plan(need, lent)
+    layered = LayeredPairings.of_layers(ours, theirs).plan(need, lent)
     assert moved(plan.reads) == moved(layered)
     assert sum(len(spans) for _, spans in layered) >= plan.num_runs
 
@@ -150,7 +150,7 @@ def test_layer_by_layer_moves_the_same_bytes_to_the_same_places(layout: str) -> 
 def test_a_layered_cache_needs_a_run_per_layer_and_block() -> None:
     layered = Workload(engine(), engine(), 160).layered()
     ours, theirs = layered.ours(), layered.theirs()
-    reads = LayeredPairings.of(ours, theirs).plan(layered.needs()[0], layered.lent[0].lists)
+    reads = LayeredPairings.of_layers(ours, theirs).plan(layered.needs()[0], layered.lent[0].lists)
     assert sum(len(spans) for _, spans in reads) == 4 * 10
     assert extent(ours) == extent(Workload(engine(), engine(), 160).ours())
 

@@ -61,7 +61,7 @@ def is_right(shape: ModelShape, expected: Json) -> bool:
     keys = ("layers", "kv_heads", "row_bytes_per_head", "window", "tokens_per_row")
     groups = [tuple(one[key] for key in keys) for one in expected["groups"]]
     states = [(one["layers"], one["bytes_per_layer"]) for one in expected["states"]]
-    ours = [(len(one.layers), one.state.nbytes(1)) for one in shape.states]
+    ours = [(len(one.layers), one.state.state_nbytes(1)) for one in shape.states]
     nbytes = shape.token_bytes
     sums = ("full_attention_bytes_per_token", "window_bytes_per_token", "state_bytes_per_request")
     return (

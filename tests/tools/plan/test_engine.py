@@ -133,7 +133,7 @@ def test_every_rank_holds_its_stage_and_its_heads(shape):
          for h in range(ref.num_heads)}
         for rank in made
     ]  # fmt: skip
-    whole = {(sort.name(n), h) for sort in shape.sorts for n in sort.layers
+    whole = {(sort.layer_name(n), h) for sort in shape.sorts for n in sort.layers
              for h in range(sort.heads)}  # fmt: skip
     assert set().union(*held) == whole
     copies = 2 if heads == 1 else 1

@@ -69,7 +69,7 @@ def test_every_rank_of_decode_gets_its_part_of_every_state(
     made = pull(name, their, our, 3000)
     tp = our.get("tp", 1)
     (sort,) = made.decode.model.states
-    assert made.total.state == len(sort.layers) * tp * sort.state.nbytes(tp)
+    assert made.total.state == len(sort.layers) * tp * sort.state.state_nbytes(tp)
     assert sum(group.cost.state for group in made.groups) == made.total.state
     assert sum(cost.state for cost in made.received) == made.total.state
     assert sum(made.sent) == made.total.nbytes
@@ -156,7 +156,7 @@ def test_a_state_is_divided_by_its_parts() -> None:
     with pytest.raises(ShapeError, match="tp: expected a divisor of a state's 2 parts, got 4"):
         EngineShape(model, tp=4)
     # Three tokens of 32 channels and twice 2 x 16, in 2 bytes; 8 x 4 x 16 in 4.
-    assert state.nbytes(1) == 3 * (32 + 64) * 2 + 8 * 4 * 16 * 4
+    assert state.state_nbytes(1) == 3 * (32 + 64) * 2 + 8 * 4 * 16 * 4
     with pytest.raises(ShapeError, match="at least one"):
         StateSort((), state)
     shared = mamba2((8, 4), 1, 16, 4, ItemSizes(2, 4))

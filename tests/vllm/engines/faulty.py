@@ -168,7 +168,7 @@ class Fleet:
     def revive(self, engine: Engine) -> None:
         """Start it again, on the same ports, if it is dead."""
         try:
-            engine.check()
+            engine.check_alive()
         except EngineDied:
             engine.launch()
             wait_ready([engine])

@@ -342,7 +342,7 @@ def test_a_decode_killed_again_and_again_costs_prefill_nothing(
             fleet.failing.kill()
             for each in asked:
                 assert isinstance(each.exception(WAIT_S), OSError)
-        prefill.check()
+        prefill.check_alive()
         assert fleet.serves(prefill)
         assert fleet.hands_over(fleet.decode)
     assert fleet.used(prefill, 2 * LEASE_S) == 0.0

@@ -89,7 +89,7 @@ class LocalEngines:
         """
         try:
             for engine in self.engines:
-                engine.check()
+                engine.check_alive()
                 engine.resume()
             with self._served() as url:
                 yield url

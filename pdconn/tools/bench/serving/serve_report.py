@@ -66,7 +66,7 @@ class ServeReport:
     summaries: tuple[Summary, ...]
 
     @classmethod
-    def of(
+    def of_turns(
         cls,
         plan: RunPlan,
         bounds: Bounds,

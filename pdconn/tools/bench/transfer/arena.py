@@ -51,7 +51,7 @@ class BenchMemory(Closing):
         self._taken = 0
         self.blank()
 
-    def take(self, nbytes: int) -> Any:
+    def take_tensor(self, nbytes: int) -> Any:
         """The next ``nbytes`` bytes as an int8 tensor, which must not outlive the memory.
 
         Raises:

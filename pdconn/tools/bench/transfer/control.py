@@ -112,14 +112,14 @@ class ControlConnection(Generic[Incoming]):
         self._arrivals = select.poll()
         self._arrivals.register(sock, select.POLLIN)
 
-    def send(self, message: ToLender | FromLender) -> None:
+    def send_message(self, message: ToLender | FromLender) -> None:
         """Send one message."""
         try:
             self._sock.sendall(frame(msgspec.msgpack.encode(message)))
         except OSError as error:
             raise LenderFailed(f"the other side is gone: {error}") from error
 
-    def receive(self, timeout_s: float | None = None) -> Incoming | None:
+    def receive_message(self, timeout_s: float | None = None) -> Incoming | None:
         """The next message; None once the other side has closed the connection.
 
         Raises:

@@ -79,13 +79,13 @@ class BenchLender(Closing):
             self._stack.enter_context(arena)
             references = allocated(asked.engine, rank, asked.num_blocks, arena)
             arena.fill(seed=rank)
-            transport = self._stack.enter_context(path.open(f"bench-lender-{rank}"))
+            transport = self._stack.enter_context(path.open_transport(f"bench-lender-{rank}"))
             transport.register([arena.memory])
             base, nbytes = arena.memory.base, arena.memory.nbytes
             lent.append(Lent(rank, base, nbytes, references, transport.address()))
             facts |= transport.describe()
             if rival is not None:
-                rival.register(arena.memory)
+                rival.register_memory(arena.memory)
         return Opened(tuple(lent), facts, "" if rival is None else rival.address)
 
 
@@ -93,7 +93,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
     """Serve one reader until it disconnects."""
     lending: BenchLender | None = None
     try:
-        while (message := control.receive()) is not None:
+        while (message := control.receive_message()) is not None:
             answer: FromLender = Used(time.process_time())
             if isinstance(message, Open | Shut) and lending is not None:
                 lending.close()
@@ -105,7 +105,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
                 except (BenchError, TransportError, ValueError) as error:
                     answer = CannotLend(f"{type(error).__name__}: {error}")
             try:
-                control.send(answer)
+                control.send_message(answer)
             except LenderFailed:  # it has disconnected: one that is interrupted does not wait
                 return
     finally:

@@ -50,7 +50,7 @@ class LayeredPairings:
     pairings: tuple[Pairing, ...]
 
     @classmethod
-    def of(
+    def of_layers(
         cls, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], spread: int = 0
     ) -> LayeredPairings:
         """Pair every layer of ours by itself."""

@@ -40,7 +40,7 @@ def _group_pages(group: LayerGroup, layout: str, num_blocks: int, place: RankPla
         content = _content(share, group.block_tokens, layout, num_blocks, place)
         padding = share.page_nbytes - content.page_nbytes
         layers += [
-            LayerPages(share.sort.name(layer), content, share.page_nbytes, padding)
+            LayerPages(share.sort.layer_name(layer), content, share.page_nbytes, padding)
             for layer in share.layers
         ]
     return GroupPages(
@@ -53,7 +53,7 @@ def _content(
 ) -> AttentionTensor | StateTensors:
     sort = share.sort
     if isinstance(sort, StateSort):
-        chunks = sort.state.chunks(place.tp_rank, place.tp)
+        chunks = sort.state.state_chunks(place.tp_rank, place.tp)
         return StateTensors(
             tuple(
                 # Each of its parts is a row: ranks of another size divide it between those.

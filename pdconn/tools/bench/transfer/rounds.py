@@ -52,7 +52,7 @@ def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, log: Log) -> lis
         BenchError: a read failed, or timed out.
     """
     log("checking the bytes")
-    rig.check()
+    rig.check_bytes()
     for method in rig.methods:
         rig.measure(method)
     samples_by_method: dict[Method, list[Sample]] = {method: [] for method in rig.methods}
@@ -60,7 +60,7 @@ def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, log: Log) -> lis
         for method in rng.sample(rig.methods, len(rig.methods)):
             log(f"round {number} of {rounds}: {method}")
             samples_by_method[method].append(rig.measure(method))
-    rig.check()
+    rig.check_bytes()
     return [
         _result(method, samples, samples_by_method) for method, samples in samples_by_method.items()
     ]

@@ -122,7 +122,7 @@ def allocated(
         from pdconn.tools.bench.transfer.pages import allocate_rank
     except ImportError as error:
         raise BenchError(f"torch, which allocates memory, cannot be imported: {error}") from error
-    return allocate_rank(engine, rank, num_blocks, arena.take).references
+    return allocate_rank(engine, rank, num_blocks, arena.take_tensor).references
 
 
 def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:

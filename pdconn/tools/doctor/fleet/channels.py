@@ -217,7 +217,7 @@ class PullTimes:
         what = "measured" if self.is_measured else "link's"
         return f"at the {what} {self.bytes_per_s / 1e9:.3g} GB/s"
 
-    def seconds(self, pair: PairFacts) -> float:
+    def pull_seconds(self, pair: PairFacts) -> float:
         """Of a pull of the longest prompt, full attention alone: at least so long."""
         return pair.token_nbytes * self.max_tokens / self.bytes_per_s
 
@@ -227,7 +227,7 @@ def judge_times(pairs: Sequence[PairFacts], times: PullTimes) -> Iterator[Findin
     for pair in pairs:
         if pair.obstacles:
             continue
-        seconds, nbytes = times.seconds(pair), int(pair.token_nbytes * times.max_tokens)
+        seconds, nbytes = times.pull_seconds(pair), int(pair.token_nbytes * times.max_tokens)
         subject = f"{pair.decode} from {pair.prefill}"
         what = f"a pull of {times.max_tokens:,} tokens ({sized(nbytes)})"
         pull = f"{what} takes {seconds:.1f} s {times.speed}"

@@ -94,7 +94,7 @@ class GivenConfig:
         knows_them = not set(ADDRESSES) & set(self.guessed)
         return knows_them and (self.is_host_network or not self.in_container)
 
-    def environment(self, outer: Mapping[str, str]) -> Mapping[str, str]:
+    def engine_environment(self, outer: Mapping[str, str]) -> Mapping[str, str]:
         """All variables that it gets; ``outer`` is of the shell that would start it here."""
         kept = outer if self.inherits else {k: v for k, v in outer.items() if k in _OF_PROGRAMS}
         return {**kept, **self.environ}

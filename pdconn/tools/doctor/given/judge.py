@@ -34,7 +34,7 @@ def settings_of_given(
     Args:
         environ: of the shell that would start it here.
     """
-    merged = dict(given.environment(environ))
+    merged = dict(given.engine_environment(environ))
     extra = dict(given.extra)
     if given.in_container:
         _leave_to_container(extra, merged)

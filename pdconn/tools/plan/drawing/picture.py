@@ -149,7 +149,7 @@ def _selected(
 ) -> tuple[Selection, list[tuple[Template, Strip]]]:
     """What is shown, and of which sources; as much as few sources allow."""
     for most in (8, 4, 2, 1):
-        selection = Selection.of(ours, templates[0].our_group, most)
+        selection = Selection.of_group(ours, templates[0].our_group, most)
         strips = [(t, selection.strip(theirs[t.their_rank], t.their_group)) for t in templates]
         sources = [one for one in strips if one[1].cells]
         if len(sources) <= _MOST_SOURCES:

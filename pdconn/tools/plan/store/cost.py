@@ -145,7 +145,7 @@ def forecast_store(
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
     saved = _saved(layout, spacing, prompt_tokens)
     shares = [share_layout([rank], block_tokens) for rank in ranks]
-    load, sizes = _LoadSizes.of(layout, shares), ShareSizes.of(shares)
+    load, sizes = _LoadSizes.of_shares(layout, shares), ShareSizes.of(shares)
     tokens = range(prompt_tokens - 1)
     staged = Fitting.of(layout, sizes, staging, tokens, lambda kind, at: (kind, at) in saved)
     return StoreForecast(
@@ -156,7 +156,7 @@ def forecast_store(
         boundary,
         sum(kind is RowKind.FA for kind, _ in saved),
         sum(kind is RowKind.WA for kind, _ in saved),
-        load.nbytes(layout, boundary),
+        load.load_nbytes(layout, boundary),
         sizes.of_rows(rows_needed(layout, 0, boundary)),
         staging,
         staged.boundary,
@@ -195,13 +195,13 @@ class _LoadSizes:
     wa: int
 
     @classmethod
-    def of(cls, whole: StoreLayout, shares: Sequence[StoreLayout]) -> _LoadSizes:
+    def of_shares(cls, whole: StoreLayout, shares: Sequence[StoreLayout]) -> _LoadSizes:
         return cls(
             sum(_read_nbytes(whole.fa, share.fa) for share in shares),
             sum(_read_nbytes(whole.wa, share.wa) for share in shares),
         )
 
-    def nbytes(self, layout: StoreLayout, boundary: int) -> int:
+    def load_nbytes(self, layout: StoreLayout, boundary: int) -> int:
         rows = rows_needed(layout, 0, boundary)
         return sum(self.fa if kind is RowKind.FA else self.wa for kind, _ in rows)
 

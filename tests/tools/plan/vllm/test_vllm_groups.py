@@ -53,7 +53,7 @@ def spec(sort: LayerSort, block_tokens: int) -> Any:
 def vllm_groups(model: ModelShape, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """What ``get_kv_cache_groups`` makes of the model under a block-outermost layout."""
     layers = {
-        sort.name(layer): spec(sort, 16)
+        sort.layer_name(layer): spec(sort, 16)
         for layer in range(model.num_layers)
         for sort in model.sorts
         if layer in sort.layers
@@ -74,7 +74,7 @@ def vllm_groups(model: ModelShape, monkeypatch: pytest.MonkeyPatch) -> list[set[
 @pytest.mark.parametrize("model", [*SHAPES, *HYBRIDS], ids=lambda model: model.name)
 def test_groups_are_vllms(model, monkeypatch):
     ours = [
-        {share.sort.name(layer) for share in group.shares for layer in share.layers}
+        {share.sort.layer_name(layer) for share in group.shares for layer in share.layers}
         for group in EngineShape(model).in_best_layout().groups
     ]
     theirs = vllm_groups(model, monkeypatch)

@@ -73,7 +73,7 @@ def ours(shape: ModelShape) -> Rows:
     rows: Rows = {}
     for sort in shape.sorts:
         if isinstance(sort, StateSort):
-            row: Row = ("state", None, 0, sort.state.nbytes(1), 0)
+            row: Row = ("state", None, 0, sort.state.state_nbytes(1), 0)
         else:
             row = (OURS[str(sort.kind)], sort.window, sort.heads, sort.row_nbytes, sort.row_tokens)
         for layer in sort.layers:
