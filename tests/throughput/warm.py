@@ -38,7 +38,7 @@ from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed
 from pdconn.tools.lab.ports import LOCALHOST, free_ports
 from pdconn.tools.output.table import table
-from pdconn.tools.plan.engine import parse_engine
+from pdconn.tools.plan.engine_shape import parse_engine
 from pdconn.tools.plan.shapes import built_in
 from registration.scratch import Scratch
 from transport import HOST

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdconn.tools.bench.errors import BadOption, BenchError
+from pdconn.tools.bench.bench_errors import BadOption, BenchError
 from pdconn.tools.bench.manifest import manifest
 from pdconn.tools.bench.serving.contestants import Target, running_contestants
 from pdconn.tools.bench.serving.lineup import CONNECTORS, CORES
@@ -17,9 +17,9 @@ from pdconn.tools.bench.serving.replies import TurnResult
 from pdconn.tools.bench.serving.serve_report import ServeReport
 from pdconn.tools.bench.serving.summary import Bounds
 from pdconn.tools.bench.serving.turns import Log, RunPlan, measure
-from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish, tokens
-from pdconn.tools.lab.demo import check_dependencies
-from pdconn.tools.lab.errors import LabError
+from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish, tokens
+from pdconn.tools.lab.demo_run import check_dependencies
+from pdconn.tools.lab.lab_errors import LabError
 from pdconn.tools.lab.model import SPECS, write_model
 from pdconn.tools.lab.spec import SERVED_NAME, EngineSpec
 from pdconn.tools.lab.starting import StartingEngines

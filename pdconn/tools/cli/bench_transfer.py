@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pdconn.planning.errors import PlanningError
-from pdconn.tools.bench.errors import BadOption, BenchError
+from pdconn.tools.bench.bench_errors import BadOption, BenchError
 from pdconn.tools.bench.interrupts import held_interrupts
 from pdconn.tools.bench.manifest import manifest
 from pdconn.tools.bench.transfer.lender import MAX_BYTES, ListeningLender, LocalLender, listen
@@ -23,7 +23,7 @@ from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.transfer_report import CaseResult, TransferReport, draw
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.cli import EXIT_INTERRUPTED
-from pdconn.tools.cli.options import (
+from pdconn.tools.cli.common_options import (
     BadArgument,
     check_file,
     check_picture,
@@ -32,9 +32,9 @@ from pdconn.tools.cli.options import (
     tokens,
 )
 from pdconn.tools.output.progress_line import ProgressLine
-from pdconn.tools.plan.engine import EngineShape, parse_engine
-from pdconn.tools.plan.errors import ForecastError, ShapeError
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
+from pdconn.tools.plan.model_shape import ModelShape
+from pdconn.tools.plan.plan_errors import ForecastError, ShapeError
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.tables import IDS
 from transport import TransportError

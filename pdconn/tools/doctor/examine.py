@@ -25,14 +25,21 @@ from pdconn.router.fleet.sources import FleetSource
 from pdconn.sidechannel.security import Security, SecurityError, is_loopback
 from pdconn.tools.doctor.diagnosis import Diagnosis
 from pdconn.tools.doctor.findings import Checked, Finding, checked, fault
-from pdconn.tools.doctor.fleet import advertised, channels, engines, events, golden, traffic
-from pdconn.tools.doctor.given import config, judge
+from pdconn.tools.doctor.fleet import (
+    advertised,
+    channels,
+    engines,
+    event_endpoints,
+    golden,
+    traffic,
+)
+from pdconn.tools.doctor.given import given_config, judge
 from pdconn.tools.doctor.local import (
-    credentials,
+    credential_files,
     devices,
-    limits,
-    ports,
-    store,
+    host_limits,
+    side_channel_port,
+    store_folder,
     ucx,
     used,
     versions,
@@ -65,7 +72,7 @@ class Questions:
     """
 
     local: bool = True
-    configs: tuple[config.GivenConfig, ...] = ()
+    configs: tuple[given_config.GivenConfig, ...] = ()
     sources: tuple[FleetSource, ...] = ()
     prefill_channels: tuple[str, ...] = ()
     decode_channels: tuple[str, ...] = ()
@@ -85,7 +92,7 @@ class Questions:
     asks_nixl: bool = True
 
     @property
-    def engine(self) -> config.GivenConfig | None:
+    def engine(self) -> given_config.GivenConfig | None:
         """The only engine of ``configs``."""
         return self.configs[0] if len(self.configs) == 1 else None
 
@@ -134,10 +141,10 @@ def _local(
     yield checked("versions", judged, versions.seen_versions(found))
     host = devices.read_devices(questions.root)
     wants = settings is None or settings.huge_pages
-    limited = limits.read_limits(questions.root)
+    limited = host_limits.read_limits(questions.root)
     yield checked(
-        "limits", limits.judge_limits(limited, host, wants_huge_pages=wants),
-        limits.seen_limits(limited),
+        "limits", host_limits.judge_limits(limited, host, wants_huge_pages=wants),
+        host_limits.seen_limits(limited),
     )  # fmt: skip
     refused_card, chosen = _kv_card(questions, settings)
     seen = devices.seen_devices(host), *chosen, *devices.ucx_lines(host)
@@ -154,9 +161,9 @@ def _local(
         yield Checked("store", skipped=f"{root} is in the container: run this there")
     elif settings is not None and settings.store is not None:
         say("trying the store's folder")
-        kept = store.read_store(settings.store)
-        judged = store.judge_store(kept, settings.store)
-        yield checked("store", judged, store.seen_store(kept, settings.store))
+        kept = store_folder.read_store(settings.store)
+        judged = store_folder.judge_store(kept, settings.store)
+        yield checked("store", judged, store_folder.seen_store(kept, settings.store))
 
 
 def _kv_card(questions: Questions, settings: Settings | None) -> tuple[list[Finding], list[str]]:
@@ -191,7 +198,7 @@ def _is_elsewhere(questions: Questions, path: str) -> bool:
     return in_container and not Path(path).exists()
 
 
-def _config(engine: config.GivenConfig, environ: Mapping[str, str]) -> Checked:
+def _config(engine: given_config.GivenConfig, environ: Mapping[str, str]) -> Checked:
     _, refused = judge.settings_of_given(engine, environ)
     ours = engine.ours or {}
     role = (engine.transfer or {}).get("kv_role")
@@ -223,7 +230,7 @@ def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Ch
         key: extra.get(key) or questions.tls.get(key) for key in ("tls_cert", "tls_key", "tls_ca")
     }
     secret = extra.get("secret_file") or questions.secret_file
-    facts = credentials.read_credentials(secret, files, questions.engine_environ)
+    facts = credential_files.read_credentials(secret, files, questions.engine_environ)
     lends = (
         engine is not None and engine.lends and (engine.is_host_network or not engine.in_container)
     )
@@ -232,8 +239,8 @@ def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Ch
     if settings is not None and lends and settings.security.check_hostname:
         named = judge.named_host(settings, questions.engine_environ)
     now = time.time()
-    judged = credentials.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
-    yield checked("credentials", judged, credentials.seen_credentials(facts, now))
+    judged = credential_files.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
+    yield checked("credentials", judged, credential_files.seen_credentials(facts, now))
 
 
 def _port(questions: Questions, settings: Settings | None, decodes: Sequence[str]) -> Checked:
@@ -247,17 +254,17 @@ def _port(questions: Questions, settings: Settings | None, decodes: Sequence[str
     host = settings.side_channel_host
     if is_loopback(settings.advertise_host or host):
         isolated = not engine.has_addresses_of_host
-        found += ports.judge_loopback(f"{host}:{first}", decodes, is_isolated=isolated)
+        found += side_channel_port.judge_loopback(f"{host}:{first}", decodes, is_isolated=isolated)
     if not engine.has_addresses_of_host:
         if found:
             return checked("port", found, f"{host}:{first}, in a network of its own")
         why = "the engine has addresses that are not this host's: run this where it runs"
         return Checked("port", skipped=why)
     tried = [
-        ports.read_port(host, port, settings.security)
+        side_channel_port.read_port(host, port, settings.security)
         for port in range(first, min(first + engine.num_ports, 1 << 16))
     ]
-    found += [finding for one in tried for finding in ports.judge_port(one)]
+    found += [finding for one in tried for finding in side_channel_port.judge_port(one)]
     return checked("port", found, *map(str, tried))
 
 
@@ -334,8 +341,10 @@ async def _events(members: Sequence[Member], questions: Questions, say: Say) -> 
     if not any(member.events for member in members):
         return Checked("events", skipped="no engine is given with events=")
     say("asking for KV events")
-    facts = await events.read_events(members, questions.hash_seed, questions.timeout_s)
-    return checked("events", events.judge_events(facts), *events.seen_events(facts))
+    facts = await event_endpoints.read_events(members, questions.hash_seed, questions.timeout_s)
+    return checked(
+        "events", event_endpoints.judge_events(facts), *event_endpoints.seen_events(facts)
+    )
 
 
 async def _golden(

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.transfer.lender import ListeningLender, listen
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.paths import PATHS
@@ -25,9 +25,9 @@ from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
-from pdconn.tools.doctor.local.limits import sized
+from pdconn.tools.doctor.local.host_limits import sized
 from pdconn.tools.doctor.local.used import SETTING, listed_counts, used_transports
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.link import Link
 from pdconn.tools.plan.shapes import built_in
 from transport import TransportError

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pdconn.tools.lab.errors import EngineDied, LeftBehind
+from pdconn.tools.lab.lab_errors import EngineDied, LeftBehind
 from transport.closing import Closing
 
 _KEEPER = Path(__file__).with_name("keeper.py")

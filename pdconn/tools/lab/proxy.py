@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse
+from pdconn.tools.lab.lab_errors import EngineDied, EngineStartTimeout, PortInUse
 from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.tools.lab.process import Process
 

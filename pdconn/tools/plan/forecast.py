@@ -27,10 +27,10 @@ import numpy as np
 from pdconn.planning.plan import Moved, Need, Pairing
 from pdconn.planning.template import Side, Template
 from pdconn.protocol.ticket import BlockList
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.grouping import LayerGroup
 from pdconn.tools.plan.link import Link
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.tables import Ids, block_tables
 from registration.references import AttentionKind
 

@@ -11,10 +11,10 @@ from pdconn.tools.output.columns import Column, cells, document, headings, of_pa
 from pdconn.tools.output.table import table
 from pdconn.tools.output.units import grouped, scaled
 from pdconn.tools.plan.advice import Advice
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import Cost, Forecast, GroupForecast
 from pdconn.tools.plan.link import PRESETS, ROUND_TRIPS, Link
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.plan.model_shape import ModelShape
 from pdconn.tools.plan.store.cost import StoreForecast
 from pdconn.tools.plan.store.store_forecast_report import StoreForecastReport
 from registration.references import AttentionKind

@@ -16,7 +16,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.plan_errors import ShapeError
 
 ROUND_TRIPS = 3
 

@@ -10,8 +10,8 @@ from typing import Any
 from pdconn.tools.output.columns import Column, cells, document, headings
 from pdconn.tools.output.table import table
 from pdconn.tools.plan.forecast_report import kv_document
-from pdconn.tools.plan.hf.families import FAMILIES
-from pdconn.tools.plan.model import LayerSort, ModelShape
+from pdconn.tools.plan.hf.model_families import FAMILIES
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape
 from pdconn.tools.plan.shapes import SHAPES
 
 

@@ -31,8 +31,8 @@ from pdconn.sidechannel.security import Security
 from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.model import ModelShape, sorts_of
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.model_shape import ModelShape, sorts_of
 from registration.references import AttentionKind
 from tests.multinode.namespaces import Machine, Network
 

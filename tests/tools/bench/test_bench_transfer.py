@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.protocol.framing import frame
-from pdconn.tools.bench.errors import LenderFailed, WrongBytes
+from pdconn.tools.bench.bench_errors import LenderFailed, WrongBytes
 from pdconn.tools.bench.percentile import percentile
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
 from pdconn.tools.bench.transfer.control import (
@@ -39,7 +39,7 @@ from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.cli.main import main
 from pdconn.tools.lab.ports import free_ports
-from pdconn.tools.plan.engine import parse_engine
+from pdconn.tools.plan.engine_shape import parse_engine
 from pdconn.tools.plan.shapes import built_in
 from transport import HOST, Memory, Spans
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.bench.bench_errors import BadOption
+from pdconn.tools.bench.serving.answer_stream import TimedLine, read_answer
 from pdconn.tools.bench.serving.replies import (
     AnswerContent,
     CompleteReply,
@@ -20,7 +21,6 @@ from pdconn.tools.bench.serving.replies import (
 )
 from pdconn.tools.bench.serving.schedule import due_times, order, prompts
 from pdconn.tools.bench.serving.serve_report import ServeReport
-from pdconn.tools.bench.serving.stream import TimedLine, read_answer
 from pdconn.tools.bench.serving.summary import Bounds, Spread, check, summarise
 from pdconn.tools.bench.serving.turns import RunPlan
 from pdconn.tools.openai.completions import BrokenAnswer

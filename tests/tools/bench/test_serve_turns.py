@@ -27,7 +27,7 @@ from pdconn.tools.bench.serving.turns import (
     when_due,
 )
 from pdconn.tools.lab.engine import no_progress
-from pdconn.tools.lab.errors import EngineDied
+from pdconn.tools.lab.lab_errors import EngineDied
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import PATIENCE_S, in_loop
 from tests.fakes.fake_engine import FakeEngine, Seen, hang

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.bench.bench_errors import BadOption
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
 from pdconn.tools.bench.transfer.methods import LayeredPairings, raw_reads
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed
-from pdconn.tools.plan.engine import EngineShape, parse_engine
-from pdconn.tools.plan.model import ModelShape, sorts_of
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
+from pdconn.tools.plan.model_shape import ModelShape, sorts_of
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.tables import RUN_BLOCKS, Ids, tables_of_requests
 from registration.references import AttentionKind

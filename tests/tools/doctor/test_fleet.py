@@ -14,7 +14,7 @@ from pdconn.router.fleet.member import Role, parse_member
 from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.tools.cli.main import main
 from pdconn.tools.doctor import examine
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.fleet.channels import PairFacts, PullTimes, judge_pairs, judge_times
 from pdconn.tools.doctor.fleet.engines import (
     EngineFacts,
@@ -25,7 +25,7 @@ from pdconn.tools.doctor.fleet.engines import (
     read_engines,
     trusting,
 )
-from pdconn.tools.doctor.fleet.events import EventFacts, judge_events, read_events
+from pdconn.tools.doctor.fleet.event_endpoints import EventFacts, judge_events, read_events
 from pdconn.tools.doctor.fleet.golden import MOST_PAIRS, golden_ids, golden_pairs, golden_prompt
 from pdconn.tools.doctor.fleet.traffic import judge_traffic, traffic_of
 from pdconn.tools.doctor.probe import ProbeFacts

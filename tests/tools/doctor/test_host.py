@@ -17,7 +17,13 @@ from pdconn.tools.doctor.local.devices import (
     seen_devices,
     ucx_lines,
 )
-from pdconn.tools.doctor.local.limits import GIB, HostLimits, judge_limits, read_limits, seen_limits
+from pdconn.tools.doctor.local.host_limits import (
+    GIB,
+    HostLimits,
+    judge_limits,
+    read_limits,
+    seen_limits,
+)
 from pdconn.tools.doctor.local.ucx import UcxAnswer, UcxFacts, UcxFile, judge_ucx, read_ucx
 from pdconn.tools.doctor.local.versions import InstalledVersions, fits, is_below, judge_versions
 

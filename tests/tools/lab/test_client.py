@@ -13,7 +13,7 @@ import pytest
 
 from pdconn.router.openai.bodies import lend_params
 from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 
 _METRICS = """# HELP vllm:kv_cache_usage_perc usage
 vllm:cache_config_info{block_size="32",num_gpu_blocks="101"} 1.0

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.cli.demo import _draw
+from pdconn.tools.cli.demo_command import _draw
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo import DemoPlan, curl, demo_specs, draw
 from pdconn.tools.lab.demo_report import DemoReport, DemoRow
+from pdconn.tools.lab.demo_run import DemoPlan, curl, demo_specs, draw
 from pdconn.tools.lab.starting import StartingEngines
 from pdconn.tools.output.table import table
 
@@ -102,9 +102,9 @@ def test_a_missing_dependency_is_named_before_anything_starts(
 
 _KEPT = """
 import sys
-from pdconn.tools.cli import demo
+from pdconn.tools.cli import demo_command
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo import DemoRow, DemoAddresses
+from pdconn.tools.lab.demo_run import DemoRow, DemoAddresses
 
 def run(plan, say, ended):
     wrong = "token differs" if sys.argv[2] == "wrong" else None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pdconn.tools.lab.engine import CPU_LIBRARIES, Engine, missing_libraries, running
-from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse
+from pdconn.tools.lab.lab_errors import EngineDied, EngineStartTimeout, PortInUse
 from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.tools.lab.spec import EngineSpec
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.errors import EngineDied
 from pdconn.tools.lab.keeper import descendants
+from pdconn.tools.lab.lab_errors import EngineDied
 from pdconn.tools.lab.process import Process, cause, tail
 
 _SAY_AND_SLEEP = "print('here', flush=True); import time; time.sleep(60)"

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from pdconn.tools.plan.advice import advise, is_slow
-from pdconn.tools.plan.engine import EngineShape, parse_engine
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
 from pdconn.tools.plan.forecast import Forecast, forecast
 from pdconn.tools.plan.link import parse_link
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES, built_in
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.plan.engine import EngineShape, parse_engine, pipeline_stages
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine, pipeline_stages
 from pdconn.tools.plan.grouping import Paged, group_layers
-from pdconn.tools.plan.model import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.layouts import LAYOUTS as SIX

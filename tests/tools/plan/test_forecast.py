@@ -8,11 +8,11 @@ import pytest
 
 from pdconn.planning.errors import Incompatible
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import Forecast, forecast
 from pdconn.tools.plan.link import PRESETS, Link, parse_link
-from pdconn.tools.plan.model import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from registration.references import AttentionKind
 

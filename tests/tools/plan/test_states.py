@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from pdconn.tools.plan.advice import advise
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError, UnreadableConfig
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import Forecast, forecast
 from pdconn.tools.plan.forecast_report import ForecastReport
-from pdconn.tools.plan.hf.config import model_shape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.layer_states import ItemSizes, LayerState, Parts, mamba2
 from pdconn.tools.plan.link import Link
-from pdconn.tools.plan.model import LayerSort, ModelShape, StateSort
-from pdconn.tools.plan.states import ItemSizes, LayerState, Parts, mamba2
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, StateSort
+from pdconn.tools.plan.plan_errors import ShapeError, UnreadableConfig
 from registration.references import AttentionKind
 from tests.tools.plan.published import GEMMA_4, PUBLISHED
 

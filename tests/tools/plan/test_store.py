@@ -12,10 +12,10 @@ from pdconn.store.errors import FormatError
 from pdconn.store.format.boundaries import pieces
 from pdconn.store.format.layout import RowLayout
 from pdconn.tools.cli.main import main
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import ModelShape
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.store import cost
 from pdconn.tools.plan.store.cost import StoreForecast, forecast_store

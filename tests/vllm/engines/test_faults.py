@@ -26,7 +26,7 @@ from pdconn.protocol.messages import Confirmed, Granted, Renew
 from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.compare import Answer
 from pdconn.tools.lab.engine import Engine
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.vllm.engines.engines import Expected, Prompt
 from tests.vllm.engines.faulty import (
     CLAIM_TIMEOUT_S,

@@ -20,7 +20,7 @@ from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
 from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only, prefill_then_decode
 from pdconn.tools.lab.compare import compare
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.vllm.engines.engines import (
     LEASE_S,
     MAX_TOKENS,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.serving.lineup import assign_engines, engine_specs
 from pdconn.tools.lab.engine import Engine, Progress, running
 from pdconn.tools.lab.proxy import admin_url, running_proxy

@@ -17,10 +17,10 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
+from pdconn.tools.bench.serving.answer_stream import TimedLine, read_answer
 from pdconn.tools.bench.serving.replies import CompleteReply, FailedReply, Reply
 from pdconn.tools.bench.serving.schedule import Prompt
-from pdconn.tools.bench.serving.stream import TimedLine, read_answer
 from pdconn.tools.openai.async_client import OK, AsyncClient
 from pdconn.tools.openai.completions import BrokenAnswer, completion_request
 from pdconn.tools.openai.served_models import listed_models

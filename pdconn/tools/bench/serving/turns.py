@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.bench.bench_errors import BadOption
 from pdconn.tools.bench.serving.contestants import Contestant
 from pdconn.tools.bench.serving.replies import FailedReply, Reply, TurnResult
 from pdconn.tools.bench.serving.schedule import due_times, order, prompts

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.interrupts import raise_noted
 from transport import Memory, Spans
 from transport.closing import Closing

@@ -24,9 +24,9 @@ import msgspec
 
 from pdconn.protocol.errors import FrameError
 from pdconn.protocol.framing import Frames, frame
-from pdconn.tools.bench.errors import LenderFailed
+from pdconn.tools.bench.bench_errors import LenderFailed
 from pdconn.tools.bench.interrupts import interruptible
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from registration.references import KVCacheReferences
 
 _MAX_FRAME = 64 << 20

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from pdconn.tools.bench.errors import BadOption, BenchError, LenderFailed
+from pdconn.tools.bench.bench_errors import BadOption, BenchError, LenderFailed
 from pdconn.tools.bench.interrupts import interruptible
 from pdconn.tools.bench.manifest import machine
 from pdconn.tools.bench.transfer.arena import BenchMemory

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from transport import Memory, Spans
 
 _BATCH = 512

@@ -12,7 +12,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.reader_thread import ReaderThread
 from pdconn.puller.reads import JobResult, Read, ReaderStopped, ReadSettled
 from pdconn.sidechannel.clock import steady
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.interrupts import interruptible, raise_noted
 from pdconn.tools.bench.transfer.methods import Method, ReadsByRank
 from transport import PeerId, Settled, Transport

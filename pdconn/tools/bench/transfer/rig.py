@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from pdconn.sidechannel.clock import steady
-from pdconn.tools.bench.errors import LenderFailed, WrongBytes
+from pdconn.tools.bench.bench_errors import LenderFailed, WrongBytes
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
 from pdconn.tools.bench.transfer.control import (
     AskCpu,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from pdconn.store.settings import WINDOW_EVERY, size_of
-from pdconn.tools.cli.options import BadArgument, tokens
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.cli.common_options import BadArgument, tokens
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.link import parse_link
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.store.cost import STAGING, StoreForecast, forecast_store
 
 

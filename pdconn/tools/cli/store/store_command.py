@@ -22,7 +22,7 @@ from pdconn.store.inspect import (
 )
 from pdconn.store.shelf.base import Shelf, StoredRow
 from pdconn.store.verify import CheckedRow, RowState, check_rows
-from pdconn.tools.cli.options import BadArgument, configure_json, publish
+from pdconn.tools.cli.common_options import BadArgument, configure_json, publish
 from pdconn.tools.cli.store.store_report import (
     ChecksReport,
     NamespacesReport,

@@ -20,10 +20,10 @@ from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.session import Unauthenticated
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 from pdconn.tools.doctor.fleet.traffic import SMALL_RUN_NBYTES
-from pdconn.tools.doctor.local.limits import sized
+from pdconn.tools.doctor.local.host_limits import sized
 from registration import AttentionKind, RegistrationError
 
 _AT_ONCE = 16

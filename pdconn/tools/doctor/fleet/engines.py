@@ -13,7 +13,7 @@ import msgspec
 
 from pdconn.router.fleet.client import reason_of
 from pdconn.router.fleet.member import Member, Role
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 from pdconn.tools.openai.async_client import OK, AsyncClient
 from pdconn.tools.openai.served_models import ServedModel, listed_models

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 
 TRANSFER = "kv_transfer_config"
 HYBRID_OFF = "disable_hybrid_kv_cache_manager"

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdconn.tools.doctor.errors import BadQuestion
-from pdconn.tools.doctor.given.config import AN_ADDRESS
+from pdconn.tools.doctor.bad_question import BadQuestion
+from pdconn.tools.doctor.given.given_config import AN_ADDRESS
 from pdconn.tools.doctor.given.launch import (
     Launch,
     is_transfer_option,

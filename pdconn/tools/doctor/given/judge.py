@@ -10,7 +10,12 @@ from pdconn.sidechannel.advertise import VARIABLES, NoAdvertisedHost, advertised
 from pdconn.sidechannel.credentials import ENV_SECRET_FILE
 from pdconn.tools.doctor.findings import Finding, fault, of_error, warning
 from pdconn.tools.doctor.given.arguments import HYBRID_OFF, TRANSFER
-from pdconn.tools.doctor.given.config import AN_ADDRESS, DEFAULT_HOST, DEFAULT_PORT, GivenConfig
+from pdconn.tools.doctor.given.given_config import (
+    AN_ADDRESS,
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    GivenConfig,
+)
 from pdconn.vllm.config import ConfigError, Settings, try_settings
 from pdconn.vllm.nixl.registry import MODULES, NAMES
 from transport.errors import FieldError, did_you_mean

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Checked, Finding, checked, one_line, warning
 
 SETTING = "UCX_PROTO_INFO=used"

@@ -25,8 +25,8 @@ import numpy as np
 from pdconn.planning.plan import Pairing
 from pdconn.planning.template import Template
 from pdconn.tools.plan.drawing.cells import Cell, Selection, Strip
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.plan_errors import ShapeError
 from registration.references import KVCacheReferences
 
 _WIDTH, _MARGIN, _GAP, _BREAK = 1200.0, 24.0, 12.0, 20.0

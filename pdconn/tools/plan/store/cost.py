@@ -26,9 +26,9 @@ from pdconn.store.format.footer import footer_nbytes, row_nbytes
 from pdconn.store.format.layout import RowLayout, StoreLayout, share_layout, store_layout
 from pdconn.store.format.names import KEY_NBYTES, Chain, RowKind
 from pdconn.store.settings import StoreSettings
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import MAX_PROMPT_TOKENS
+from pdconn.tools.plan.plan_errors import ShapeError
 
 BLOCK_TOKENS = 256
 STAGING = StoreSettings(root="", capacity=1).staging

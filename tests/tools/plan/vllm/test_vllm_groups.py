@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import LayerSort, ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape
 from pdconn.tools.plan.shapes import SHAPES
 from registration.references import AttentionKind
 from tests.tools.plan.vllm import vllm_models

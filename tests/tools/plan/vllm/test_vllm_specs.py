@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import ModelShape, StateSort
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import ModelShape, StateSort
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from tests.tools.plan.vllm import vllm_models
 from tests.tools.plan.vllm.vllm_families import COMPARED, NOT_BUILT

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("vllm.v1.core.kv_cache_utils")
 
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.plan import engine as engine_module
-from pdconn.tools.plan import states
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import StateSort
+from pdconn.tools.plan import engine_shape as engine_module
+from pdconn.tools.plan import layer_states
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import StateSort
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from tests.tools.plan.published import GEMMA_4, PUBLISHED
 from tests.tools.plan.vllm.vllm_hybrids import (
@@ -196,7 +196,7 @@ def test_sizes_by_hand() -> None:
 # --- the tests notice what is wrong
 
 
-def _kept_by_all(parts: states.Parts, rank: int, tp: int) -> tuple[int, int]:
+def _kept_by_all(parts: layer_states.Parts, rank: int, tp: int) -> tuple[int, int]:
     return 0, parts.count
 
 
@@ -209,20 +209,28 @@ def _divided_groups(
     return replace(made, window=(x, *shared))
 
 
-MAMBA2 = states.mamba2
+MAMBA2 = layer_states.mamba2
 
 
-def _without_window(state: states.LayerState) -> Any:
+def _without_window(state: layer_states.LayerState) -> Any:
     return iter(() if state.recurrent is None else (state.recurrent,))
 
 
 @pytest.mark.parametrize(
     ("target", "wrong", "name"),
     [
-        ("pdconn.tools.plan.states.Parts.held", _kept_by_all, "Qwen/Qwen3.5-27B"),
-        ("pdconn.tools.plan.hf.states.mamba2", _divided_groups, "tiiuae/Falcon-H1-34B-Instruct"),
-        ("pdconn.tools.plan.states.LayerState._pieces", _without_window, "LiquidAI/LFM2-1.2B"),
-        ("pdconn.tools.plan.states._CHANNEL_PARTS", 48, "ai21labs/Jamba-v0.1"),
+        ("pdconn.tools.plan.layer_states.Parts.held", _kept_by_all, "Qwen/Qwen3.5-27B"),
+        (
+            "pdconn.tools.plan.hf.state_layers.mamba2",
+            _divided_groups,
+            "tiiuae/Falcon-H1-34B-Instruct",
+        ),
+        (
+            "pdconn.tools.plan.layer_states.LayerState._pieces",
+            _without_window,
+            "LiquidAI/LFM2-1.2B",
+        ),
+        ("pdconn.tools.plan.layer_states._CHANNEL_PARTS", 48, "ai21labs/Jamba-v0.1"),
     ],
 )
 def test_another_state_is_noticed(

@@ -13,7 +13,7 @@ from pdconn.router.config import OPTIONS, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
 from pdconn.router.options import RouterOption, Unfit
 from pdconn.tools.cli.logs import FORMATS, fail, log_to_stderr
-from pdconn.tools.cli.proxy.epilog import EPILOG
+from pdconn.tools.cli.proxy.proxy_epilog import EPILOG
 from pdconn.tools.cli.serving import Events, serve
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.cli.options import (
+from pdconn.tools.cli.common_options import (
     BadArgument,
     check_file,
     check_picture,
@@ -19,7 +19,8 @@ from pdconn.tools.cli.options import (
     publish,
     tokens,
 )
-from pdconn.tools.lab.demo import (
+from pdconn.tools.lab.demo_report import DemoReport, DemoRow
+from pdconn.tools.lab.demo_run import (
     MORE,
     DemoAddresses,
     DemoPlan,
@@ -28,8 +29,7 @@ from pdconn.tools.lab.demo import (
     draw,
     run_demo,
 )
-from pdconn.tools.lab.demo_report import DemoReport, DemoRow
-from pdconn.tools.lab.errors import LabError
+from pdconn.tools.lab.lab_errors import LabError
 from pdconn.tools.lab.model import TINY, write_model
 from pdconn.tools.openai.completions import BrokenAnswer
 

@@ -1,7 +1,8 @@
 """Families with recurrent states: which layers keep them, and what one is.
 
-Formulas are those of :mod:`pdconn.tools.plan.states`; here are the names that each family has for
-its numbers.  A layer keeps rows of attention, a state, both (Falcon-H1) or nothing (Nemotron-H)::
+Formulas are those of :mod:`pdconn.tools.plan.layer_states`; here are the names that each family
+has for its numbers.  A layer keeps rows of attention, a state, both (Falcon-H1) or nothing
+(Nemotron-H)::
 
     layer_types, layers_block_type   a kind per layer, by name
     hybrid_override_pattern          the same in letters: M(amba), * (attention), - and E (none)
@@ -19,10 +20,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pdconn.tools.plan.errors import UnreadableConfig, shown
-from pdconn.tools.plan.hf.keys import Keys, indices, item_nbytes, named_layers, number, optional
-from pdconn.tools.plan.model import MAX_LAYERS
-from pdconn.tools.plan.states import (
+from pdconn.tools.plan.hf.config_keys import (
+    Keys,
+    indices,
+    item_nbytes,
+    named_layers,
+    number,
+    optional,
+)
+from pdconn.tools.plan.layer_states import (
     ItemSizes,
     LayerState,
     gated_delta_net,
@@ -30,6 +36,8 @@ from pdconn.tools.plan.states import (
     mamba2,
     short_convolution,
 )
+from pdconn.tools.plan.model_shape import MAX_LAYERS
+from pdconn.tools.plan.plan_errors import UnreadableConfig, shown
 
 _ATTENTION, _STATE, _NEITHER = "attention", "state", "neither"
 _KINDS = MappingProxyType(

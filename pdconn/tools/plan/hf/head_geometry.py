@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from pdconn.tools.plan.errors import UnreadableConfig, shown
-from pdconn.tools.plan.hf.families import ModelFamily
-from pdconn.tools.plan.hf.keys import NESTED, Keys
+from pdconn.tools.plan.hf.config_keys import NESTED, Keys
+from pdconn.tools.plan.hf.model_families import ModelFamily
+from pdconn.tools.plan.plan_errors import UnreadableConfig, shown
 
 BASE = frozenset({
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",

@@ -12,10 +12,10 @@ from itertools import accumulate
 from types import MappingProxyType
 
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.plan.errors import ShapeError
 from pdconn.tools.plan.grouping import LayerGroup, Paged, group_layers
-from pdconn.tools.plan.memory import OFFERED, RankPlace, chosen_layout, rank_memory
-from pdconn.tools.plan.model import LayerSort, ModelShape, StateSort
+from pdconn.tools.plan.layer_memory import OFFERED, RankPlace, chosen_layout, rank_memory
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, StateSort
+from pdconn.tools.plan.plan_errors import ShapeError
 from registration.references import KVCacheReferences, build_kv_cache_references
 from transport.errors import did_you_mean
 

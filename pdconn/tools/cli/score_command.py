@@ -16,7 +16,7 @@ from pdconn.router.prefix.snapshot import (
     explain_snapshot,
     read_snapshot,
 )
-from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish
+from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish
 
 _EPILOG = """\
 For each pod of a snapshot: how much of the request's prefix it could serve from its

@@ -2,11 +2,11 @@
 
 Only ``FAMILIES`` are read, with their defaults for what the file leaves out.  A file without
 ``model_type`` is read if what it says means the same in all families.  Keys that change what is
-cached are read or refused, never passed over: see :mod:`pdconn.tools.plan.hf.geometry`.
+cached are read or refused, never passed over: see :mod:`pdconn.tools.plan.hf.head_geometry`.
 
-The parts: which layers attend to what (:mod:`~pdconn.tools.plan.hf.kinds`), with which heads
-(:mod:`~pdconn.tools.plan.hf.heads`), which keep states (:mod:`~pdconn.tools.plan.hf.states`), and
-in which type keys and values are stored (:mod:`~pdconn.tools.plan.hf.kv_dtype`).
+The parts, modules beside this one: which layers attend to what (``attention_kinds``), with which
+heads (``head_counts``), which keep states (``state_layers``), and in which type keys and values are
+stored (``kv_dtype``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pdconn.tools.plan.errors import UnreadableConfig, shown
-from pdconn.tools.plan.hf.families import FAMILIES, UNNAMED, ModelFamily
-from pdconn.tools.plan.hf.geometry import BASE, check_geometry
-from pdconn.tools.plan.hf.heads import GEMMA_4, KvHeads, heads_by_kind, plain_heads, with_indexer
-from pdconn.tools.plan.hf.keys import Keys, dtype_name, item_nbytes, number, optional, text_keys
-from pdconn.tools.plan.hf.kinds import layer_kinds
+from pdconn.tools.plan.hf.attention_kinds import layer_kinds
+from pdconn.tools.plan.hf.config_keys import (
+    Keys,
+    dtype_name,
+    item_nbytes,
+    number,
+    optional,
+    text_keys,
+)
+from pdconn.tools.plan.hf.head_counts import (
+    GEMMA_4,
+    KvHeads,
+    heads_by_kind,
+    plain_heads,
+    with_indexer,
+)
+from pdconn.tools.plan.hf.head_geometry import BASE, check_geometry
 from pdconn.tools.plan.hf.kv_dtype import checkpoint_kv_dtype
-from pdconn.tools.plan.hf.states import STATE_FAMILIES, hybrid_layers
-from pdconn.tools.plan.model import (
+from pdconn.tools.plan.hf.model_families import FAMILIES, UNNAMED, ModelFamily
+from pdconn.tools.plan.hf.state_layers import STATE_FAMILIES, hybrid_layers
+from pdconn.tools.plan.model_shape import (
     MAX_LAYERS,
     LayerSort,
     ModelShape,
@@ -31,6 +43,7 @@ from pdconn.tools.plan.model import (
     StateSort,
     in_kv_dtype,
 )
+from pdconn.tools.plan.plan_errors import UnreadableConfig, shown
 from registration.references import AttentionKind
 
 _ALONE = "serve it from one engine"

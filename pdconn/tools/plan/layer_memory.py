@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from pdconn.planning.layouts import PREFERRED
 from pdconn.tools.plan.grouping import LayerGroup, SharedTable
-from pdconn.tools.plan.model import StateSort
+from pdconn.tools.plan.model_shape import StateSort
 from registration.references import AttentionChunk, GroupMemory, LayerMemory, StateChunk
 from transport import Memory
 

@@ -18,8 +18,8 @@ from typing import ClassVar
 import msgspec
 from msgspec import structs
 
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.states import LayerState
+from pdconn.tools.plan.layer_states import LayerState
+from pdconn.tools.plan.plan_errors import ShapeError
 from registration.references import AttentionKind
 
 MAX_LAYERS = 4096

@@ -17,7 +17,7 @@ from pdconn.protocol.messages import Described, check_geometry
 from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security, SecurityError
-from pdconn.tools.cli.options import (
+from pdconn.tools.cli.common_options import (
     BadArgument,
     check_file,
     configure_guards,

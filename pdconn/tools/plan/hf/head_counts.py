@@ -15,10 +15,10 @@ from typing import Any
 
 from msgspec import structs
 
-from pdconn.tools.plan.errors import UnreadableConfig, shown
-from pdconn.tools.plan.hf.families import ModelFamily
-from pdconn.tools.plan.hf.keys import Keys, number, optional
-from pdconn.tools.plan.model import LayerSort, Sort
+from pdconn.tools.plan.hf.config_keys import Keys, number, optional
+from pdconn.tools.plan.hf.model_families import ModelFamily
+from pdconn.tools.plan.model_shape import LayerSort, Sort
+from pdconn.tools.plan.plan_errors import UnreadableConfig, shown
 from registration.references import AttentionKind
 
 GEMMA_4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdconn.tools.plan.errors import UnreadableConfig, shown
-from pdconn.tools.plan.model import MAX_LAYERS
+from pdconn.tools.plan.model_shape import MAX_LAYERS
+from pdconn.tools.plan.plan_errors import UnreadableConfig, shown
 
 Keys = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from pdconn.store.errors import FormatError
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.private import check_private
 from pdconn.tools.doctor.findings import Finding, fault, note
-from pdconn.tools.doctor.local.limits import sized
+from pdconn.tools.doctor.local.host_limits import sized
 
 _BLOCK = 4096
 _MOST_FILES = 200_000

@@ -10,19 +10,19 @@ from typing import Any
 
 from pdconn.planning.errors import PlanningError
 from pdconn.store.errors import StoreError
-from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish, tokens
+from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish, tokens
 from pdconn.tools.cli.stdout import terminal_width
 from pdconn.tools.cli.store.planned_store import configure_store, forecast_stored
 from pdconn.tools.plan.advice import advise
 from pdconn.tools.plan.drawing.picture import draw
-from pdconn.tools.plan.engine import EngineShape, parse_engine
-from pdconn.tools.plan.errors import ForecastError, ShapeError, UnreadableConfig
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
 from pdconn.tools.plan.forecast import Forecast, forecast
 from pdconn.tools.plan.forecast_report import ForecastReport
-from pdconn.tools.plan.hf.config import model_shape
+from pdconn.tools.plan.hf.config_json import model_shape
 from pdconn.tools.plan.hf.kv_dtype import BESIDE
 from pdconn.tools.plan.link import PRESETS, Link, parse_link
-from pdconn.tools.plan.model import KV_DTYPES, ModelShape, in_kv_dtype
+from pdconn.tools.plan.model_shape import KV_DTYPES, ModelShape, in_kv_dtype
+from pdconn.tools.plan.plan_errors import ForecastError, ShapeError, UnreadableConfig
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.shapes_report import ShapesReport
 from pdconn.tools.plan.tables import IDS

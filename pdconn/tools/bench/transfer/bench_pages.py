@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.grouping import LayerGroup, SharedTable
-from pdconn.tools.plan.memory import RankPlace, on_stage
-from pdconn.tools.plan.model import StateSort
+from pdconn.tools.plan.layer_memory import RankPlace, on_stage
+from pdconn.tools.plan.model_shape import StateSort
 from registration.allocation import (
     AttentionTensor,
     GroupPages,

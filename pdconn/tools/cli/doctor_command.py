@@ -12,14 +12,14 @@ from pdconn.puller.warmup_state import Place
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetSource, WatchedFile, parse_source
-from pdconn.tools.cli.options import (
+from pdconn.tools.cli.common_options import (
     BadArgument,
     check_file,
     configure_guards,
     configure_json,
     publish,
 )
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.examine import Questions, examine
 from pdconn.tools.doctor.fleet.channels import check_channel
 from pdconn.tools.doctor.fleet.engines import trusting
@@ -27,8 +27,8 @@ from pdconn.tools.doctor.given.read import read_engines
 from pdconn.tools.doctor.local.used import read_ucx_log
 from pdconn.tools.doctor.probe import serve_probe
 from pdconn.tools.output.progress_line import ProgressLine
-from pdconn.tools.plan.errors import ShapeError
 from pdconn.tools.plan.link import parse_link
+from pdconn.tools.plan.plan_errors import ShapeError
 
 _EPILOG = """\
 Checks this host, and with --prefill and --decode (or --fleet) running engines. Each

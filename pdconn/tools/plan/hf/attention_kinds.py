@@ -12,9 +12,9 @@ The first of these that a configuration has, and that its family reads, decides:
 
 from __future__ import annotations
 
-from pdconn.tools.plan.errors import UnreadableConfig, shown
-from pdconn.tools.plan.hf.families import ModelFamily, Windows
-from pdconn.tools.plan.hf.keys import Keys, named_layers, number, optional
+from pdconn.tools.plan.hf.config_keys import Keys, named_layers, number, optional
+from pdconn.tools.plan.hf.model_families import ModelFamily, Windows
+from pdconn.tools.plan.plan_errors import UnreadableConfig, shown
 from registration.references import AttentionKind
 
 FULL, WINDOW, CHUNK = (
