@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     began = time.monotonic()
 
-    def say(line: str) -> None:
+    def log_step(line: str) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
     codes = []
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         check_dependencies()
         args.directory.mkdir(parents=True, exist_ok=True)
-        run_demo(_plan(args), say, ended)
+        run_demo(_plan(args), log_step, ended)
     except (LabError, BrokenAnswer, OSError) as error:
         print(f"pdconn demo: {error}", file=sys.stderr)
         return 1

@@ -155,7 +155,7 @@ class ComparisonReport:
         return "\n\n".join(parts)
 
     def document(self) -> dict[str, object]:
-        """The same."""
+        """The differences, and whether each can pull from the other."""
         return {**asdict(self.comparison), "compatible": self.comparison.compatible}
 
 

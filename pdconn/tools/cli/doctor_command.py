@@ -57,7 +57,7 @@ proxy: URL[,events=tcp://{host}:5557,replay=tcp://{host}:5657,ranks=N].
 two hosts:
   --serve HOST:PORT on one and --probe HOST:PORT on the other read real bytes over
   NIXL: a pull of 2048 tokens of an 8B model beside one READ of as many bytes, and UCX
-  tells by which transports. The speed of that pull takes the place of --link where
+  reports the transports. The speed of that pull takes the place of --link where
   pulls are compared with the lease. Any host that reaches the port of --serve can make
   it allocate up to 2 GiB until it is stopped
 

@@ -168,7 +168,7 @@ def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
 
 
 def _model(given: str, dtype: str) -> ModelShape:
-    """From a file or folder if it exists, else a built-in shape."""
+    """Read the model from a file or folder if it exists, else take a built-in shape."""
     path = Path(given)
     if path.is_dir():
         path /= "config.json"

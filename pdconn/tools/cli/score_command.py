@@ -106,7 +106,7 @@ class ScoreReport:
         return "\n".join(lines)
 
     def document(self) -> object:
-        """The same."""
+        """The pods with all fields."""
         return msgspec.to_builtins(self.scored)
 
 

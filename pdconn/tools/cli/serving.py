@@ -79,11 +79,11 @@ class Events:
 
     def reloaded(self, mistakes: tuple[BadSetting, ...]) -> None:
         """SIGHUP reloaded everything except for these settings."""
-        told = [str(mistake) for mistake in mistakes]
+        texts = [str(mistake) for mistake in mistakes]
         self.emit(
-            f"not reloaded: {'; '.join(told)}; all else was" if told else "reloaded",
-            "reload_failed" if told else "reloaded",
-            mistakes=told,
+            f"not reloaded: {'; '.join(texts)}; all else was" if texts else "reloaded",
+            "reload_failed" if texts else "reloaded",
+            mistakes=texts,
         )
 
 

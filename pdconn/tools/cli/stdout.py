@@ -55,7 +55,7 @@ class OutputPipe(io.FileIO):
 
 
 def watch_stdout() -> OutputPipe | None:
-    """From now on, let the command go on to its own exit code if a reader closes standard output.
+    """Let the command reach its own exit code, though the reader of standard output closes it.
 
     Returns:
         the pipe; None where standard output is none, or is captured by a caller.

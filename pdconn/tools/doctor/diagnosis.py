@@ -26,7 +26,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[Finding]:
-        """Of all checks, worst first."""
+        """The findings of all checks, worst first."""
         order = list(Severity)
         found = [finding for check in self.checks for finding in check.findings]
         return sorted(found, key=lambda finding: order.index(finding.severity))
@@ -49,7 +49,7 @@ class Diagnosis:
         return "\n".join([*lines, "", self._summary()])
 
     def document(self) -> dict[str, object]:
-        """The same."""
+        """The verdict, all findings, and what each check has seen."""
         return {
             "healthy": self.is_healthy,
             "findings": [asdict(finding) for finding in self.findings],

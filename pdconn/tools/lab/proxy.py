@@ -53,7 +53,7 @@ def running_proxy(
 
 
 def admin_url(url: str) -> str:
-    """Where a proxy that ``running_proxy`` has started shows its admin pages and metrics."""
+    """The URL of the admin pages and metrics of a proxy that ``running_proxy`` has started."""
     parts = urlsplit(url)
     return f"http://{parts.hostname}:{(parts.port or 0) + 1}"
 

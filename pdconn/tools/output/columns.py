@@ -49,7 +49,7 @@ class Column(Generic[R]):
 
 
 def of_part(columns: Iterable[Column[P]], part: Callable[[R], P]) -> list[Column[R]]:
-    """The same facts, of a part of each row.
+    """Facts of a part, as facts of the row that has the part.
 
     >>> from operator import attrgetter
     >>> from types import SimpleNamespace
@@ -68,7 +68,7 @@ def of_part(columns: Iterable[Column[P]], part: Callable[[R], P]) -> list[Column
 
 
 def headings(columns: Iterable[Column[R]]) -> list[str]:
-    """Of the table."""
+    """The headings of the table."""
     return [column.heading for column in columns if column.heading is not None]
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+
+LogStep = Callable[[str], None]
+"""Called with each step of a command as it begins, or with a line about it."""
 
 
 class ProgressLine:

@@ -220,7 +220,7 @@ def _can_be_unified(paged: Sequence[Paged]) -> bool:
 
 
 def _unified(paged: Sequence[Paged]) -> list[Paged]:
-    """The same with pages of one size: smaller ones get more tokens."""
+    """The groups with pages of one size: smaller ones get more tokens."""
     largest = max(one.page_nbytes for one in paged)
     if len({one.key for one in paged}) == 1 or not _can_be_unified(paged):
         return list(paged)

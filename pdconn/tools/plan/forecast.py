@@ -152,7 +152,7 @@ class Forecast:
 
     @property
     def requests_per_s(self) -> float:
-        """Such pulls that the slowest rank carries out, one behind the other without a pause."""
+        """Pulls a second that the slowest rank carries out, one after the other without a pause."""
         return 1 / self.slowest.seconds  # a token is pulled at least
 
     def over(self, link: Link) -> Forecast:
@@ -305,7 +305,7 @@ def _num_runs(template: Template, moved: Moved) -> int:
 
 
 def _as_one_run(template: Template) -> Template:
-    """The same bytes of every sub-block, as one run."""
+    """The bytes of every sub-block as one run."""
     first = slice(0, 1)
 
     def cut(side: Side) -> Side:

@@ -113,7 +113,7 @@ def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:
 
 
 def _packed_counts(buckets: Sequence[list[Paged]]) -> list[int]:
-    """The same for pages of several sizes.
+    """The number of groups of each bucket, for pages of several sizes.
 
     A bucket with equally many layers of each page size repeats a pattern.  The largest such
     bucket of several sizes stays whole, and other such buckets are split to its size.

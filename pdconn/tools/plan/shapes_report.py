@@ -50,7 +50,7 @@ class ShapesReport:
         )
 
     def document(self) -> dict[str, Any]:
-        """The same, nested by shape."""
+        """The layers, nested by shape."""
         shapes = [
             {
                 "name": shape.name,

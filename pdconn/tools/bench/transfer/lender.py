@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from pdconn.tools.bench.bench_errors import BadOption, BenchError, LenderFailed
@@ -36,6 +36,7 @@ from pdconn.tools.bench.transfer.mooncake import Mooncake
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import allocated, extent
 from pdconn.tools.lab.keeper import die_with_parent
+from pdconn.tools.output.progress_line import LogStep
 from transport import TransportError
 from transport.closing import Closing
 
@@ -114,7 +115,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
         control.close()
 
 
-def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) -> None:
+def listen(host: str, port: int, max_nbytes: int, log_step: LogStep) -> None:
     """Serve one reader after the other until interrupted.
 
     Raises:
@@ -123,16 +124,16 @@ def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) ->
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as server:
         at = server.getsockname()
-        log(f"listening on {at[0]}:{at[1]}; lends at most {max_nbytes:,} bytes")
+        log_step(f"listening on {at[0]}:{at[1]}; lends at most {max_nbytes:,} bytes")
         while True:
             with interruptible():
                 sock, peer = server.accept()
-            log(f"{peer[0]} connected")
+            log_step(f"{peer[0]} connected")
             try:
                 lend(ControlConnection(sock, AT_LENDER), max_nbytes)
             except LenderFailed as error:
-                log(f"{peer[0]}: {error}")
-            log(f"{peer[0]} disconnected")
+                log_step(f"{peer[0]}: {error}")
+            log_step(f"{peer[0]} disconnected")
 
 
 class LocalLender(Closing):

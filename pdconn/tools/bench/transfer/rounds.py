@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.tools.bench.percentile import percentile
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.moves import Sample
 from pdconn.tools.bench.transfer.rig import OpenCase
-
-Log = Callable[[str], None]
+from pdconn.tools.output.progress_line import LogStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +43,23 @@ class MethodResult:
     walls_s: tuple[float, ...]
 
 
-def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, log: Log) -> list[MethodResult]:
+def take_rounds(
+    rig: OpenCase, rounds: int, rng: random.Random, log_step: LogStep
+) -> list[MethodResult]:
     """Warm up, check the bytes, measure, check again.
 
     Raises:
         WrongBytes: a pull brought other bytes than the lender's.
         BenchError: a read failed, or timed out.
     """
-    log("checking the bytes")
+    log_step("checking the bytes")
     rig.check_bytes()
     for method in rig.methods:
         rig.measure(method)
     samples_by_method: dict[Method, list[Sample]] = {method: [] for method in rig.methods}
     for number in range(1, rounds + 1):
         for method in rng.sample(rig.methods, len(rig.methods)):
-            log(f"round {number} of {rounds}: {method}")
+            log_step(f"round {number} of {rounds}: {method}")
             samples_by_method[method].append(rig.measure(method))
     rig.check_bytes()
     return [

@@ -85,7 +85,7 @@ class CaseResult:
         return "\n\n".join(parts)
 
     def document(self) -> dict[str, Any]:
-        """The same; times in seconds, throughput in bytes per second."""
+        """The case as JSON; times in seconds, throughput in bytes per second."""
         return document(_CASE, self)
 
 
@@ -117,7 +117,7 @@ class TransferReport:
         return "\n\n".join(case.text(width) for case in self.cases)
 
     def document(self) -> dict[str, Any]:
-        """The same, with the machine and the versions."""
+        """All cases, with the machine and the versions."""
         return {
             "manifest": self.manifest,
             "cases": [case.document() for case in self.cases],

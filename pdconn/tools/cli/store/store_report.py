@@ -142,7 +142,7 @@ class RootReport:
         return f"{text}\n\n{table(['writer', 'parts', 'bytes'], rows)}"
 
     def document(self) -> dict[str, Any]:
-        """The same, with every namespace."""
+        """All facts, and every namespace."""
         return document(_ROOT, self.found)
 
 
@@ -249,7 +249,7 @@ class ChecksReport:
         return "\n\n".join(parts)
 
     def document(self) -> dict[str, Any]:
-        """The same, with all bad rows."""
+        """All facts, and all bad rows."""
         return {
             "counts": {
                 str(state).replace(" ", "_"): _amount_document(one)

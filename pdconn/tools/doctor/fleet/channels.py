@@ -173,7 +173,7 @@ def _pair(lender: ChannelFacts, reader: ChannelFacts) -> PairFacts:
 
 
 def seen_pair(pair: PairFacts) -> str:
-    """A line of it."""
+    """One line about a pair."""
     between = f"{pair.decode} from {pair.prefill}"
     if pair.obstacles:
         return f"{between}: cannot pull"
@@ -218,7 +218,7 @@ class PullTimes:
         return f"at the {what} {self.bytes_per_s / 1e9:.3g} GB/s"
 
     def pull_seconds(self, pair: PairFacts) -> float:
-        """Of a pull of the longest prompt, full attention alone: at least so long."""
+        """The least time of a pull of the longest prompt: that of its full attention."""
         return pair.token_nbytes * self.max_tokens / self.bytes_per_s
 
 

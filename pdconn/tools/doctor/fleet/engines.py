@@ -137,12 +137,12 @@ def drift_of(date: str | None, asked: float, answered: float) -> float | None:
     29.0
     """
     try:
-        told = email.utils.parsedate_to_datetime(date or "").timestamp()
+        theirs_s = email.utils.parsedate_to_datetime(date or "").timestamp()
     except (ValueError, TypeError):
         return None
-    if told > answered:
-        return told - answered
-    return min(0.0, told + _DATE_STEP_S - asked)
+    if theirs_s > answered:
+        return theirs_s - answered
+    return min(0.0, theirs_s + _DATE_STEP_S - asked)
 
 
 class _Version(msgspec.Struct):

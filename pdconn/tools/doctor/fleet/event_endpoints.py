@@ -3,7 +3,7 @@
 The hash is found as the router finds it: an event carries tokens and their hashes, so the known
 schemes are tried on the oldest event that an engine still replays.  An engine that has stored
 nothing since its start, or whose algorithm starts from a random root (no ``PYTHONHASHSEED``),
-cannot be told.
+cannot be known.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class EventFacts:
     Attributes:
         closed: endpoints that nothing listens at, with the reason.
         silent: the replay endpoint is open and does not answer a replay.
-        scheme: how its blocks are hashed; None where it cannot be told.
-        has_stored: whether it replayed an event from which it could be told.
+        scheme: how its blocks are hashed; None where it cannot be known.
+        has_stored: whether it replayed an event of a stored block, which shows the scheme.
     """
 
     engine: str
@@ -127,7 +127,7 @@ def _told(one: EventFacts) -> str:
         return "does not answer"
     if one.scheme is not None:
         return f"hashes by {one.scheme.algorithm}, {one.scheme.block_tokens} tokens a block"
-    return "hash not known" if one.has_stored else "answers; nothing stored to tell its hash by"
+    return "hash not known" if one.has_stored else "answers; nothing stored that shows its hash"
 
 
 def judge_events(facts: Sequence[EventFacts]) -> Iterator[Finding]:

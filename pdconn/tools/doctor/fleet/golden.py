@@ -7,8 +7,8 @@
     decode   the prompt with that ticket, whole answer        ► seen; its pulls are counted
 
 The prompt begins with a random word, so that no engine has it cached: an answer can be right
-only if the KV cache arrived, or if decode computed the prompt itself, which its counter of
-pulls tells apart.
+only if the KV cache arrived, or if decode computed the prompt itself; decode's counter of pulls
+distinguishes the two.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GoldenAnswer:
     """Tokens, or pieces of text where the engine gives no ids, and the gap to the second best.
 
     ``gaps[i]`` is the log-probability of token ``i`` less that of the next likely one; None
-    where it is not told.
+    where the engine does not report it.
     """
 
     tokens: tuple[Any, ...]
@@ -91,7 +91,7 @@ class GoldenFacts:
 
     @property
     def position(self) -> int | None:
-        """Where the answers part; None where they are equal."""
+        """The first position at which the answers differ; None where they are equal."""
         for at, (ours, theirs) in enumerate(zip(self.expected, self.seen, strict=False)):
             if ours != theirs:
                 return at
@@ -238,7 +238,7 @@ async def _traffic(session: aiohttp.ClientSession, url: str) -> Traffic:
 
 
 def seen_golden(facts: GoldenFacts) -> str:
-    """A line of one pair."""
+    """One line about a pair."""
     pair = f"{facts.decode} from {facts.prefill}"
     if facts.error is not None:
         return f"{pair}: {facts.error}"

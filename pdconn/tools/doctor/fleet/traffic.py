@@ -65,7 +65,7 @@ def traffic_of(page: str) -> Traffic:
 
 
 def seen_traffic(url: str, traffic: Traffic) -> str:
-    """A line of it."""
+    """One line about an engine."""
     if not traffic.known:
         return f"{url}: no metrics of pdconn"
     each = traffic.run_nbytes

@@ -110,7 +110,7 @@ def _words(value: Any) -> list[str]:
 def _environment(
     node: Mapping[Any, Any], outer: Mapping[str, str], read: ReadText
 ) -> dict[str, str]:
-    """Of ``environment`` (a mapping, or ``NAME=VALUE``), ``env`` and ``env_file``."""
+    """Read ``environment`` (a mapping, or ``NAME=VALUE``), ``env`` and ``env_file``."""
     found: dict[str, str] = {}
     files = node.get("env_file") or []
     for one in files if isinstance(files, list) else [files]:

@@ -61,7 +61,7 @@ def settings_of_given(
 
 
 def _leave_to_container(extra: dict[str, object], environ: dict[str, str]) -> None:
-    """Take away what only the container can tell: files that are not here, and its address."""
+    """Leave out what only the container knows: files that are not here, and its address."""
     unseen = [key for key in _CREDENTIALS if key in extra and not _is_here(extra[key])]
     for key in unseen:
         del extra[key]

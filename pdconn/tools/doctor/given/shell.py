@@ -2,7 +2,7 @@
 
 Nothing is run.  Quotes, comments, line continuations, variables with their defaults, arrays,
 ``export``, here-documents and ``$(cat FILE)`` are understood; of control flow all branches count,
-and the first value of a ``for``.  What only a run could tell (``$(hostname -i)``) stays as it is
+and the first value of a ``for``.  What only a run knows (``$(hostname -i)``) stays as it is
 written.
 """
 

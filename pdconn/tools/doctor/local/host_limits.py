@@ -45,7 +45,7 @@ class HostLimits:
 
 
 def read_limits(root: Path = Path("/")) -> HostLimits:
-    """Of this process and host; files below ``root``."""
+    """Read the limits of this process and host; files are below ``root``."""
     pages = root / "sys/kernel/mm/transparent_hugepage"
     scope = _read(root / "proc/sys/kernel/yama/ptrace_scope")
     return HostLimits(

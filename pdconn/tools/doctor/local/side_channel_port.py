@@ -41,7 +41,7 @@ class PortFacts:
 
 
 def read_port(host: str, port: int, security: Security) -> PortFacts:
-    """Try to listen; if that fails, ask whoever does."""
+    """Try to listen; if the port is in use, ask what listens there."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -97,7 +97,7 @@ def judge_loopback(where: str, decodes: Sequence[str], *, is_isolated: bool) -> 
 
 
 def judge_port(facts: PortFacts) -> Iterator[Finding]:
-    """Why an engine could not listen."""
+    """Findings where an engine could not listen."""
     where = f"{facts.host}:{facts.port}"
     if facts.use is PortUse.TAKEN:
         message = f"port {facts.port} is taken by something that is no engine: {facts.detail}"

@@ -123,7 +123,7 @@ def _direct(path: str) -> bool:
 
 
 def seen_store(facts: StoreFacts, settings: StoreSettings) -> str:
-    """A line of it."""
+    """One line about the folder."""
     return (
         f"{facts.root}{'' if facts.exists else ' (not made yet)'}: "
         f"{sized(facts.free_nbytes)} free, {sized(facts.held_nbytes)} of rows, "

@@ -34,7 +34,7 @@ _ROW, _BETWEEN, _LINE = 44.0, 180.0, 18.0
 _MOST_SOURCES = 8
 _MOST_LINES = 3
 _LETTER = 7.0
-"""Pixels of the widest usual letter at 12 pixels, to tell what fits."""
+"""Pixels of the widest usual letter at 12 pixels, to compute what fits."""
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1b1f27}.title{font-weight:bold;font-size:16px}"
     ".faint{fill:#5c6472}.mid{text-anchor:middle}.in{fill:#1b1f27;font-size:11px}.out{font-size:11px}"
@@ -66,7 +66,7 @@ class _Row:
 
     @property
     def width(self) -> float:
-        """In pixels."""
+        """The width in pixels."""
         return self.strip.nbytes * self.scale + _BREAK * sum(self.strip.breaks)
 
 
@@ -360,7 +360,7 @@ class _Text:
     kind: str = ""
 
     def at(self, x: float, y: float) -> str:
-        """As SVG; nothing where there are no words."""
+        """The text as SVG; empty without words."""
         name = f' class="{self.kind}"' if self.kind else ""
         if not self.words:
             return ""

@@ -76,7 +76,7 @@ def _listed(keys: Keys, layers: int) -> list[AttentionKind] | None:
 
 
 def _derived(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]:
-    """Of a configuration that names no layers."""
+    """The kinds of a configuration that names no layers."""
     if not keys.get("sliding_window"):
         return [FULL] * layers
     if known.windows is Windows.NONE:  # some families have them in all layers, others in some

@@ -51,7 +51,7 @@ def number(keys: Keys, key: str, most: int = 1 << 24) -> int:
 
 
 def optional(keys: Keys, key: str, default: int) -> int:
-    """The same, or ``default`` for none."""
+    """The whole number above 0 of ``key``, or ``default`` where it is missing."""
     return default if not keys.get(key) else number(keys, key, MAX_LAYERS)
 
 

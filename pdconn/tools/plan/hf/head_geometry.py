@@ -1,6 +1,6 @@
 """Keys that change what a layer caches: read, without effect, or a reason to refuse the file.
 
-A key of which nobody here knows the effect must not be passed over: MiniMax M3 without its indexer,
+A key whose effect is not known here must not be passed over: MiniMax M3 without its indexer,
 or MiMo V2 with one number of heads for all layers, gives a plan that looks right.  So each key is
 one of these::
 

@@ -233,7 +233,7 @@ def _convolved(keys: Keys, channels_key: str) -> LayerState:
 
 
 def _sizes(keys: Keys, key: str) -> ItemSizes:
-    """By the model's dtype, and of the state by ``key`` where it is given."""
+    """Sizes by the model's dtype; that of the state by ``key`` where it is given."""
     window, given = item_nbytes(keys), keys.get(key)
     if given in (None, "auto"):
         return ItemSizes(window, window)
@@ -263,4 +263,4 @@ STATE_FAMILIES: Mapping[str, _Reader] = MappingProxyType(
         "qwen3_next": (_qwen, _qwen3_next),
     }
 )
-"""For each family what tells of its layers, and what tells of a state."""
+"""For each family the reader of its layers, and the reader of a state."""

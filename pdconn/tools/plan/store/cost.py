@@ -99,7 +99,7 @@ class StoreForecast:
 
     @property
     def wa_share(self) -> float:
-        """Of the prompt's bytes; 0 if it leaves none."""
+        """The share of WA rows in the prompt's bytes; 0 if it leaves none."""
         return self.wa_nbytes / self.nbytes if self.nbytes else 0.0
 
     @property
