@@ -25,8 +25,8 @@ from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.spec import SERVED_NAME
 from pdconn.tools.openai.completions import (
     BrokenAnswer,
-    Choice,
     Completion,
+    CompletionChoice,
     Logprobs,
     completion_request,
     read_completion,
@@ -237,7 +237,7 @@ def answer_of(completions: Sequence[Completion]) -> Answer:
     top: list[Mapping[int, float]] = []
     finish_reason = ticket = None
     for completion in completions:
-        choice = completion.choices[0] if completion.choices else Choice()
+        choice = completion.choices[0] if completion.choices else CompletionChoice()
         found = choice.logprobs or Logprobs()
         if choice.token_ids is None or found.token_logprobs is None or found.top_logprobs is None:
             raise BrokenAnswer("expected token ids and log-probabilities in each chunk")

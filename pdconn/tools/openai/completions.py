@@ -20,7 +20,7 @@ class Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     """One choice of an answer, or of a chunk of a streamed one.
 
     Attributes:
@@ -37,7 +37,7 @@ class Choice(msgspec.Struct):
 class Completion(msgspec.Struct):
     """An answer, or a chunk of a streamed one; ``kv_transfer_params`` is the ticket for decode."""
 
-    choices: list[Choice] = []
+    choices: list[CompletionChoice] = []
     kv_transfer_params: dict[str, Any] | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.tools.bench.serving.replies import AnswerContent, CompleteReply
-from pdconn.tools.openai.completions import BrokenAnswer, Choice, read_completion
+from pdconn.tools.openai.completions import BrokenAnswer, CompletionChoice, read_completion
 
 TimedLine = tuple[float, bytes]
 """When a line arrived, and its bytes."""
@@ -48,7 +48,7 @@ def read_answer(prompt: int, began_s: float, lines: Sequence[TimedLine]) -> Comp
     )
 
 
-def _choices(lines: Sequence[TimedLine]) -> Iterator[tuple[float, Choice | None]]:
+def _choices(lines: Sequence[TimedLine]) -> Iterator[tuple[float, CompletionChoice | None]]:
     """What each event adds to the answer; None for the event that ends it."""
     for at_s, line in lines:
         data = event_data(line)

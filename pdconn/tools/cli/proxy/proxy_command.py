@@ -12,9 +12,9 @@ from typing import Any
 from pdconn.router.config import OPTIONS, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
 from pdconn.router.options import RouterOption, Unfit
-from pdconn.tools.cli.logs import FORMATS, fail, log_to_stderr
 from pdconn.tools.cli.proxy.proxy_epilog import EPILOG
-from pdconn.tools.cli.serving import Events, serve
+from pdconn.tools.cli.proxy.proxy_logs import FORMATS, fail, log_to_stderr
+from pdconn.tools.cli.proxy.serving import Events, serve
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
