@@ -20,7 +20,7 @@ from pdconn.tools.cli.common_options import (
     publish,
 )
 from pdconn.tools.doctor.bad_question import BadQuestion
-from pdconn.tools.doctor.examine import Questions, examine
+from pdconn.tools.doctor.examine import ChannelCredentials, FleetQuestions, Questions, examine
 from pdconn.tools.doctor.fleet.channels import check_channel
 from pdconn.tools.doctor.fleet.engines import trusting
 from pdconn.tools.doctor.given.read import read_engines
@@ -194,23 +194,26 @@ def _questions(args: argparse.Namespace) -> Questions:
     if not (args.local or sources or any(channels.values()) or place or args.ucx_log):
         expected = "engines, side channels, --probe or --ucx-log beside it"
         raise BadQuestion("--no-local", expected, "none")
-    return Questions(
-        local=args.local,
-        configs=() if args.config is None else read_engines(args.config),
-        sources=tuple(sources),
-        prefill_channels=channels["--prefill-channel"],
-        decode_channels=channels["--decode-channel"],
-        secret_file=args.secret_file,
-        tls={"tls_cert": args.tls_cert, "tls_key": args.tls_key, "tls_ca": args.tls_ca},
-        tls_check_hostname=args.tls_check_hostname,
+    configs = () if args.config is None else read_engines(args.config)
+    fleet = FleetQuestions(
+        tuple(sources),
+        channels["--prefill-channel"],
+        channels["--decode-channel"],
         api_key=None if args.api_key_file is None else _key(args.api_key_file),
         trusted=None if args.engine_ca is None else trusting("--engine-ca", args.engine_ca),
-        ucx_logs=tuple(map(read_ucx_log, args.ucx_log)),
         asks_golden=args.golden,
         hash_seed=args.hash_seed,
+        timeout_s=args.timeout,
+    )
+    tls = {"tls_cert": args.tls_cert, "tls_key": args.tls_key, "tls_ca": args.tls_ca}
+    return Questions(
+        local=args.local,
+        configs=configs,
+        fleet=fleet,
+        credentials=ChannelCredentials(args.secret_file, tls, args.tls_check_hostname),
+        ucx_logs=tuple(map(read_ucx_log, args.ucx_log)),
         link=None if args.link is None else parse_link(args.link),
         probe=None if place is None else (place.host, place.port),
-        timeout_s=args.timeout,
         environ=dict(os.environ),
     )
 

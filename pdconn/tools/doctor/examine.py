@@ -52,18 +52,44 @@ from pdconn.vllm.memory.card import kv_card
 
 
 @dataclass(frozen=True)
+class ChannelCredentials:
+    """Our credentials for side channels, as the engines have them; ``tls`` by the engines' keys."""
+
+    secret_file: str | None = None
+    tls: Mapping[str, str | None] = field(default_factory=dict)
+    check_hostname: bool = True
+
+
+@dataclass(frozen=True)
+class FleetQuestions:
+    """Which running engines are examined, and how.
+
+    Attributes:
+        sources: of engines; empty: no engine's HTTP is checked.
+        prefill_channels, decode_channels: ``host:port`` or description files.
+        api_key: for the engines' HTTP; trusted: CAs for its TLS.
+        asks_golden: send a golden prompt through the pairs.
+        hash_seed: the engines' PYTHONHASHSEED.
+        timeout_s: of each engine.
+    """
+
+    sources: tuple[FleetSource, ...] = ()
+    prefill_channels: tuple[str, ...] = ()
+    decode_channels: tuple[str, ...] = ()
+    api_key: str | None = None
+    trusted: ssl.SSLContext | None = None
+    asks_golden: bool = False
+    hash_seed: str | None = None
+    timeout_s: float = 5.0
+
+
+@dataclass(frozen=True)
 class Questions:
     """What is to be examined.
 
     Attributes:
         local: check this host.
         configs: of engines; of one alone its files and ports are tried here, too.
-        sources: of the fleet; empty: no fleet is checked.
-        prefill_channels, decode_channels: ``host:port`` or description files.
-        secret_file, tls: our credentials for side channels, as the engines have them.
-        api_key: for the engines' HTTP; trusted: CAs for its TLS.
-        asks_golden: send a golden prompt through the pairs.
-        hash_seed: the engines' PYTHONHASHSEED.
         link: nominal bandwidth; None: unknown.
         probe: where ``pdconn doctor --serve`` runs.
         ucx_logs: what UCX has printed in engines.
@@ -72,20 +98,11 @@ class Questions:
 
     local: bool = True
     configs: tuple[given_config.GivenConfig, ...] = ()
-    sources: tuple[FleetSource, ...] = ()
-    prefill_channels: tuple[str, ...] = ()
-    decode_channels: tuple[str, ...] = ()
-    secret_file: str | None = None
-    tls: Mapping[str, str | None] = field(default_factory=dict)
-    tls_check_hostname: bool = True
-    api_key: str | None = None
-    trusted: ssl.SSLContext | None = None
-    asks_golden: bool = False
-    hash_seed: str | None = None
+    fleet: FleetQuestions = FleetQuestions()
+    credentials: ChannelCredentials = field(default_factory=ChannelCredentials)
     link: Link | None = None
     probe: tuple[str, int] | None = None
     ucx_logs: tuple[used.UsedTransports, ...] = ()
-    timeout_s: float = 5.0
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
     asks_nixl: bool = True
@@ -108,7 +125,7 @@ def examine(questions: Questions, log_step: LogStep = lambda text: None) -> Diag
         BadSetting: the fleet file is wrong.
     """
     checks: list[Checked] = []
-    members = asyncio.run(_members(questions.sources))  # first: a bad file ends the command
+    members = asyncio.run(_members(questions.fleet.sources))  # first: a bad file ends the command
     settings = None
     if questions.engine is not None:
         settings, _ = judge.settings_of_given(questions.engine, questions.environ)
@@ -121,7 +138,11 @@ def examine(questions: Questions, log_step: LogStep = lambda text: None) -> Diag
         measured = read_probe(*questions.probe, log_step)
         judged = judge_probe(measured, questions.link)
         checks.append(checked("probe", judged, seen_probe(measured)))
-    if questions.sources or questions.prefill_channels or questions.decode_channels:
+    if (
+        questions.fleet.sources
+        or questions.fleet.prefill_channels
+        or questions.fleet.decode_channels
+    ):
         checks += asyncio.run(_fleet(questions, members, settings, measured, log_step))
     if questions.ucx_logs:
         checks.append(used.check_used(questions.ucx_logs))
@@ -226,9 +247,10 @@ def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Ch
         return
     extra = {} if engine is None else engine.extra
     files = {
-        key: extra.get(key) or questions.tls.get(key) for key in ("tls_cert", "tls_key", "tls_ca")
+        key: extra.get(key) or questions.credentials.tls.get(key)
+        for key in ("tls_cert", "tls_key", "tls_ca")
     }
-    secret = extra.get("secret_file") or questions.secret_file
+    secret = extra.get("secret_file") or questions.credentials.secret_file
     facts = credential_files.read_credentials(secret, files, questions.engine_environ)
     lends = (
         engine is not None and engine.lends and (engine.is_host_network or not engine.in_container)
@@ -279,7 +301,7 @@ async def _fleet(
 ) -> list[Checked]:
     made: list[Checked] = []
     async with engines.client_session(
-        questions.timeout_s, questions.api_key, questions.trusted
+        questions.fleet.timeout_s, questions.fleet.api_key, questions.fleet.trusted
     ) as session:
         found: Sequence[engines.EngineFacts] = ()
         if members:
@@ -290,7 +312,7 @@ async def _fleet(
             made.append(_traffic(found))
             made.append(await _events(members, questions, log_step))
         tried: Sequence[golden.GoldenFacts] = ()
-        if questions.asks_golden:
+        if questions.fleet.asks_golden:
             check, tried = await _golden(found, session, log_step)
             made.append(check)
     lengths = [m.max_model_len for one in found for m in one.models if m.max_model_len is not None]
@@ -340,7 +362,9 @@ async def _events(members: Sequence[Member], questions: Questions, log_step: Log
     if not any(member.events for member in members):
         return Checked("events", skipped="no engine is given with events=")
     log_step("asking for KV events")
-    facts = await event_endpoints.read_events(members, questions.hash_seed, questions.timeout_s)
+    facts = await event_endpoints.read_events(
+        members, questions.fleet.hash_seed, questions.fleet.timeout_s
+    )
     return checked(
         "events", event_endpoints.judge_events(facts), *event_endpoints.seen_events(facts)
     )
@@ -368,18 +392,18 @@ def _channels(
 ) -> list[Checked]:
     """Every side channel that is known, and each pair of them."""
     named = tuple(dict.fromkeys(one.advertised for one in tried if one.advertised))
-    lenders = tuple(dict.fromkeys((*questions.prefill_channels, *named)))
-    words = tuple(dict.fromkeys((*lenders, *questions.decode_channels)))
+    lenders = tuple(dict.fromkeys((*questions.fleet.prefill_channels, *named)))
+    words = tuple(dict.fromkeys((*lenders, *questions.fleet.decode_channels)))
     if not words:
         why = "give --prefill-channel and --decode-channel, or --golden, whose tickets name them"
         return [Checked("channels", skipped=why)]
     try:
         security = Security.load(
-            secret_file=questions.secret_file,
-            tls_cert=questions.tls.get("tls_cert"),
-            tls_key=questions.tls.get("tls_key"),
-            tls_ca=questions.tls.get("tls_ca"),
-            tls_check_hostname=questions.tls_check_hostname,
+            secret_file=questions.credentials.secret_file,
+            tls_cert=questions.credentials.tls.get("tls_cert"),
+            tls_key=questions.credentials.tls.get("tls_key"),
+            tls_ca=questions.credentials.tls.get("tls_ca"),
+            tls_check_hostname=questions.credentials.check_hostname,
             environ=questions.environ,
         )
     except SecurityError as error:
@@ -387,14 +411,14 @@ def _channels(
         found = fault("channel.our-credentials", error.field, error, remedy)
         return [checked("channels", [found])]
     log_step(f"asking {len(words)} side channels")
-    facts = channels.read_channels(words, security, questions.timeout_s)
+    facts = channels.read_channels(words, security, questions.fleet.timeout_s)
     by_option = {word: each for word, each in facts.items() if word not in named}
     judged = [
         *channels.judge_channels(by_option),
         *advertised.judge_advertised(tried, facts),
     ]
     pairs = channels.compare_pairs(
-        [facts[word] for word in lenders], [facts[word] for word in questions.decode_channels]
+        [facts[word] for word in lenders], [facts[word] for word in questions.fleet.decode_channels]
     )
     made = [checked("channels", judged, *channels.seen_channels(facts))]
     if not pairs:

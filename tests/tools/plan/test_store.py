@@ -190,11 +190,11 @@ def test_staging_carries_a_prompt_as_far_as_its_rows_fit(
     model: str, tp: int, staging: int, tokens: int
 ) -> None:
     one = made(model, tp=tp, staging=staging)
-    assert one.staged_tokens == tokens
+    assert one.staging.tokens == tokens
     assert one.boundary == 32_512
-    assert (one.staging_nbytes <= staging) == (tokens == one.boundary)
-    assert made(model, tp=tp, staging=one.staging_nbytes).staged_tokens == one.boundary
-    assert made(model, tp=tp, staging=one.staging_nbytes - 1).staged_tokens < one.boundary
+    assert (one.staging.needed_nbytes <= staging) == (tokens == one.boundary)
+    assert made(model, tp=tp, staging=one.staging.needed_nbytes).staging.tokens == one.boundary
+    assert made(model, tp=tp, staging=one.staging.needed_nbytes - 1).staging.tokens < one.boundary
 
 
 def test_a_store_that_is_slower_than_prefill_never_pays() -> None:

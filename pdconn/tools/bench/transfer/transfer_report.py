@@ -23,12 +23,12 @@ _METHOD: tuple[Column[MethodResult], ...] = (
     Column(None, "nbytes", lambda one: one.nbytes),
     Column("runs", "runs", lambda one: one.runs, grouped),
     Column("KiB\nper run", None, lambda one: one.nbytes / one.runs, scaled(1 / 1024, ",.1f")),
-    Column(None, "wall_p50_s", lambda one: one.wall_p50_s),
-    Column(None, "wall_p99_s", lambda one: one.wall_p99_s),
-    Column("plan\nms", "plan_s", lambda one: one.plan_s, _nonzero_ms),
-    Column("post\nms", "post_s", lambda one: one.post_s, _nonzero_ms),
-    Column("all, p50\nms", None, lambda one: one.wall_p50_s, scaled(1e3, ",.2f")),
-    Column("all, p99\nms", None, lambda one: one.wall_p99_s, scaled(1e3, ",.2f")),
+    Column(None, "wall_p50_s", lambda one: one.times.wall_p50_s),
+    Column(None, "wall_p99_s", lambda one: one.times.wall_p99_s),
+    Column("plan\nms", "plan_s", lambda one: one.times.plan_s, _nonzero_ms),
+    Column("post\nms", "post_s", lambda one: one.times.post_s, _nonzero_ms),
+    Column("all, p50\nms", None, lambda one: one.times.wall_p50_s, scaled(1e3, ",.2f")),
+    Column("all, p99\nms", None, lambda one: one.times.wall_p99_s, scaled(1e3, ",.2f")),
     Column("GB/s", "bytes_per_s", lambda one: one.bytes_per_s, scaled(1e-9, ".2f")),
     Column("of raw", "of_raw", lambda one: one.of_raw, known("{:.3f}".format)),
     Column(None, "of_alone", lambda one: one.of_alone),
@@ -36,16 +36,16 @@ _METHOD: tuple[Column[MethodResult], ...] = (
     Column(
         "CPU s/GB\nours",
         "reader_cpu_s_per_gb",
-        lambda one: one.reader_cpu_s_per_gb,
+        lambda one: one.cpu.reader_s_per_gb,
         "{:.3f}".format,
     ),
     Column(
         "CPU s/GB\ntheirs",
         "lender_cpu_s_per_gb",
-        lambda one: one.lender_cpu_s_per_gb,
+        lambda one: one.cpu.lender_s_per_gb,
         "{:.3f}".format,
     ),
-    Column(None, "walls_s", lambda one: one.walls_s),
+    Column(None, "walls_s", lambda one: one.times.walls_s),
 )
 
 _STYLES = {Method.PDCONN: "-o", Method.LAYERED: "--s", Method.RAW: ":"}

@@ -38,6 +38,22 @@ LONGEST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class StagingForecast:
+    """Host memory of each rank through which a prompt is loaded.
+
+    Attributes:
+        needed_nbytes: for the whole load; with less, less of the prompt is loaded.
+        given_nbytes: what there is.
+        tokens: the largest saved boundary of the prompt that ``given_nbytes`` carry: what a
+            second request does not compute.
+    """
+
+    needed_nbytes: int
+    given_nbytes: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreForecast:
     """A prompt in a store, and its load by every rank of ``engine``.
 
@@ -47,10 +63,7 @@ class StoreForecast:
         boundary: tokens that a second request with this prompt does not compute.
         fa_rows, wa_rows: that the prompt leaves in the store, its last boundary among them.
         load_nbytes: that all ranks read for the boundary, replicated heads once for each.
-        staging_nbytes: host memory that this takes in each rank, or less of the prompt is loaded.
-        staging: what there is of it.
-        staged_tokens: the largest saved boundary of the prompt that ``staging`` carries: what a
-            second request does not compute.
+        staging: host memory of each rank for the load.
         rate: bytes per second of the store, for all ranks together.
         prefill_rate: tokens per second that prefill computes; None if it is not known.
         break_even: tokens of the shortest prompt that is loaded faster than computed, as are
@@ -65,9 +78,7 @@ class StoreForecast:
     fa_rows: int
     wa_rows: int
     load_nbytes: int
-    staging_nbytes: int
-    staging: int
-    staged_tokens: int
+    staging: StagingForecast
     rate: float
     prefill_rate: float | None
     break_even: int | None
@@ -157,9 +168,7 @@ def forecast_store(
         sum(kind is RowKind.FA for kind, _ in saved),
         sum(kind is RowKind.WA for kind, _ in saved),
         load.load_nbytes(layout, boundary),
-        sizes.of_rows(rows_needed(layout, 0, boundary)),
-        staging,
-        staged.boundary,
+        StagingForecast(sizes.of_rows(rows_needed(layout, 0, boundary)), staging, staged.boundary),
         rate,
         prefill_rate,
         None if prefill_rate is None else _break_even(layout, load, rate, prefill_rate),

@@ -63,11 +63,11 @@ def _load(made: StoreForecast) -> str:
 
 def _staging(made: StoreForecast) -> str:
     """How far a rank's staging carries this prompt, and what carries all of it."""
-    there, needed = _mib(made.staging), _mib(made.staging_nbytes)
-    if made.staging_nbytes <= made.staging:
+    there, needed = _mib(made.staging.given_nbytes), _mib(made.staging.needed_nbytes)
+    if made.staging.needed_nbytes <= made.staging.given_nbytes:
         return f"{needed} a rank; {there} are enough"
-    least = f"staging: {-(-made.staging_nbytes // _MIB)}MiB"
-    return f"{there} a rank carry {made.staged_tokens:,} tokens; all take {needed} ({least})"
+    least = f"staging: {-(-made.staging.needed_nbytes // _MIB)}MiB"
+    return f"{there} a rank carry {made.staging.tokens:,} tokens; all take {needed} ({least})"
 
 
 def _break_even(made: StoreForecast) -> str:
@@ -122,9 +122,9 @@ _STORE: tuple[Column[StoreForecast], ...] = (
     ),
     Column(None, "wa_share", lambda made: made.wa_share),
     Column("load", "load_bytes", lambda made: made, _load, lambda made: made.load_nbytes),
-    Column(None, "staging_bytes", lambda made: made.staging_nbytes),
-    Column(None, "staging_given_bytes", lambda made: made.staging),
-    Column(None, "staging_tokens", lambda made: made.staged_tokens),
+    Column(None, "staging_bytes", lambda made: made.staging.needed_nbytes),
+    Column(None, "staging_given_bytes", lambda made: made.staging.given_nbytes),
+    Column(None, "staging_tokens", lambda made: made.staging.tokens),
     Column(None, "store_bytes_per_s", lambda made: made.rate),
     Column(None, "load_s", lambda made: made.load_s),
     Column(None, "prefill_tokens_per_s", lambda made: made.prefill_rate),
