@@ -112,9 +112,9 @@ def test_an_answer_is_waited_for_no_longer_than_asked() -> None:
     with ours, theirs:
         waiting = ControlConnection(ours, AT_READER)
         with pytest.raises(LenderFailed, match=r"did not answer within 0\.05 s"):
-            waiting.receive(timeout_s=0.05)
+            waiting.receive_message(timeout_s=0.05)
         ControlConnection(theirs, AT_LENDER).send_message(Used(1.0))
-        assert waiting.receive(timeout_s=60) == Used(1.0)
+        assert waiting.receive_message(timeout_s=60) == Used(1.0)
 
 
 def test_every_byte_of_a_run_of_several_chunks_is_compared() -> None:

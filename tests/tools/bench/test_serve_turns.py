@@ -155,7 +155,7 @@ class Puppet:
         self.dead = dead
         self.done: list[str] = []
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         if self.dead:
             raise EngineDied("puppet", 1, Path("log"), "")
 

@@ -58,11 +58,13 @@ _DEMO = """
 import sys
 from pdconn.tools.cli import demo_command
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo_run import DemoRow, DemoAddresses
+from pdconn.tools.lab.demo_report import DemoRow
+from pdconn.tools.lab.demo_run import DemoAddresses
 
 row = DemoRow("p", 9, 1, 1, 1, 1, 1, 0.1, 0.1, 0.1, None)
-demo.run_demo = lambda plan, say, ended: ended([row], DemoAddresses("http://h:1", "http://h:2"))
-demo._draw = lambda rows, path: None
+served = DemoAddresses("http://h:1", "http://h:2")
+demo_command.run_demo = lambda plan, log_step, ended: ended([row], served)
+demo_command._draw = lambda rows, path: None
 sys.exit(main(["demo", "--model", "m", "--directory", sys.argv[1]]))
 """
 

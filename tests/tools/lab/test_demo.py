@@ -104,7 +104,8 @@ _KEPT = """
 import sys
 from pdconn.tools.cli import demo_command
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo_run import DemoRow, DemoAddresses
+from pdconn.tools.lab.demo_report import DemoRow
+from pdconn.tools.lab.demo_run import DemoAddresses
 
 def run(plan, say, ended):
     wrong = "token differs" if sys.argv[2] == "wrong" else None
@@ -112,9 +113,9 @@ def run(plan, say, ended):
     ended([row], DemoAddresses("http://h:1", "http://h:2"))
     say("stopping")
 
-demo.check_dependencies = lambda: None
-demo.run_demo = run
-demo._draw = lambda rows, path: None
+demo_command.check_dependencies = lambda: None
+demo_command.run_demo = run
+demo_command._draw = lambda rows, path: None
 sys.exit(main(["demo", "--keep", "--model", "m", "--directory", sys.argv[1]]))
 """
 

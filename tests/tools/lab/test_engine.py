@@ -151,7 +151,7 @@ def test_an_engine_that_dies_later_is_noticed(tmp_path: Path) -> None:
 
 def test_what_was_never_launched_is_no_running_engine(tmp_path: Path) -> None:
     with pytest.raises(EngineDied, match="never launched"):
-        Engine(_spec(_HEALTHY), tmp_path).check()
+        Engine(_spec(_HEALTHY), tmp_path).check_alive()
 
 
 def test_a_library_that_does_not_load_is_missing() -> None:

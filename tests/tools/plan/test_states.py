@@ -160,7 +160,7 @@ def test_a_state_is_divided_by_its_parts() -> None:
     with pytest.raises(ShapeError, match="at least one"):
         StateSort((), state)
     shared = mamba2((8, 4), 1, 16, 4, ItemSizes(2, 4))
-    assert shared.nbytes(4) == 3 * (8 + 32) * 2 + 2 * 4 * 16 * 4
+    assert shared.state_nbytes(4) == 3 * (8 + 32) * 2 + 2 * 4 * 16 * 4
     EngineShape(ModelShape("one group", (StateSort((0,), shared), attention)), tp=8)
 
 
