@@ -17,19 +17,19 @@ class ForeignPackage(ImportError):
     """Another distribution's package shadows one of ours."""
 
 
-def _check_siblings(home: Path = _HOME) -> None:
+def _check_siblings() -> None:
     for name in ("transport", "registration"):
         spec = find_spec(name)
         if spec is None or spec.origin is None:
             raise ForeignPackage(
-                f"pdconn needs its own package '{name}' beside it in {home}, and found none"
+                f"pdconn needs its own package '{name}' beside it in {_HOME}, and found none"
             )
         found = Path(spec.origin).resolve().parent
-        if found != home / name:
+        if found != _HOME / name:
             raise ForeignPackage(
-                f"package '{name}' is foreign: found {found}, expected {home / name}. "
+                f"package '{name}' is foreign: found {found}, expected {_HOME / name}. "
                 f"Another distribution shadows it; install pdconn into its own environment "
-                f"or put {home} first on the path."
+                f"or put {_HOME} first on the path."
             )
 
 

@@ -154,11 +154,6 @@ class NamespaceSummary:
     longest_resumable: int | None
     unreached: int
 
-    @property
-    def amount(self) -> RowAmount:
-        """Both kinds together."""
-        return self.fa + self.wa
-
     def tokens(self, blocks: int | None) -> int | None:
         """Tokens of so many canonical blocks, if that is known."""
         return None if self.block_tokens is None or blocks is None else blocks * self.block_tokens

@@ -22,7 +22,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.demo import DemoPlan, demo_specs
+from pdconn.tools.lab.demo_run import DemoPlan, demo_specs
 from pdconn.tools.lab.engine import Engine, running
 from pdconn.tools.lab.model import write_model
 from pdconn.tools.lab.ports import free_ports

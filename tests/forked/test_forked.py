@@ -69,7 +69,7 @@ def test_it_has_arguments_environment_session_and_files_of_its_own(
         assert process.tail().splitlines()[1:] == ["said in passing"]
         assert os.path.isdir(seen["temporary"])
     assert not os.path.isdir(seen["temporary"])
-    ended = process.end()
+    ended = process.end_all()
     assert (ended.exit_code, ended.killed) == (-signal.SIGTERM, ())
     assert process.ended() is ended
 
@@ -136,12 +136,12 @@ def test_what_it_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
 def test_a_killed_one_and_a_killed_keeper_are_gone(tmp_path: Path) -> None:
     with sample(tmp_path / "one", "sleep") as process:
         found(process)
-        assert process.kill().exit_code == -signal.SIGKILL
+        assert process.kill_command().exit_code == -signal.SIGKILL
     with sample(tmp_path / "two", "sleep") as process:
         found(process)
         process._keeper.kill()
         wait_until(lambda: not is_alive(process.pid))
-        assert process.end().exit_code is None
+        assert process.end_all().exit_code is None
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

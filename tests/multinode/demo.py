@@ -17,9 +17,9 @@ from pathlib import Path
 
 from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.compare import spread_lengths
-from pdconn.tools.lab.errors import LabError
+from pdconn.tools.lab.lab_errors import LabError
 from pdconn.tools.lab.model import write_model
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.multinode.namespaces import NetworkFailed, why_not
 from tests.multinode.topology import (
     DECODE,

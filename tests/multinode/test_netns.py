@@ -15,7 +15,7 @@ import pytest
 
 from pdconn.tools.lab.client import Client, prefill_only
 from pdconn.tools.lab.compare import Answer, spread_lengths
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.multinode.namespaces import why_not
 from tests.multinode.topology import (
     BLOCK,

@@ -27,7 +27,7 @@ from pdconn.integrity.reader import Checks
 from pdconn.integrity.sums import Terms
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from registration.references import (
     AttentionKind,
     GroupMemory,

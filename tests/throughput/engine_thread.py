@@ -45,7 +45,7 @@ from pdconn.tools.lab.engine import Engine, running
 from pdconn.tools.lab.model import SPECS, write_model
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.throughput.engines.partner import LendingPartner, PullingPartner, described
 from tests.throughput.engines.pinned import pin
 

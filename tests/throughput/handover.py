@@ -25,7 +25,7 @@ from pathlib import Path
 from pdconn.tools.bench.serving.lineup import CONNECTORS, CORES, engine_specs
 from pdconn.tools.lab.compare import compare, make_prompts
 from pdconn.tools.lab.engine import running
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.model import SPECS, write_model
 from pdconn.tools.lab.quiet import Neighbours, wait_for_quiet
 from tests.throughput.engines.contestants import ALONE, Contestant, Taken, contestants

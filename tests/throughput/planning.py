@@ -25,7 +25,7 @@ import numpy as np
 
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from registration.references import (
     AttentionKind,
     GroupMemory,

@@ -35,7 +35,7 @@ from pdconn.tools.lab.model import write_model
 from pdconn.tools.lab.ports import LOCALHOST, free_ports
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 from pdconn.tools.lab.spec import EngineSpec
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 
 BLOCK = 32
 VOCABULARY = 1990

@@ -28,7 +28,7 @@ from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 
 WINDOW = 1024
 NOISE = 200_000

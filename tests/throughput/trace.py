@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.tools.lab.proxy import admin_url, running_proxy
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 
 if TYPE_CHECKING:
     from tests.fakes.simulated.sim_engine import Counts, SimEngine
@@ -161,9 +162,10 @@ class Client:
         async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
             response.raise_for_status()
             async for line in response.content:
-                if not line.startswith(b"data: {"):
+                data = event_data(line)
+                if data is None or data == DONE:
                     continue
-                chunk = json.loads(line[6:])
+                chunk = json.loads(data)
                 if chunk["choices"]:
                     ttft_s = ttft_s or time.perf_counter() - began
                     tokens += map(int, chunk["choices"][0]["text"].split())

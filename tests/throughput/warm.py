@@ -37,8 +37,8 @@ from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed
 from pdconn.tools.lab.ports import LOCALHOST, free_ports
-from pdconn.tools.lab.table import table
-from pdconn.tools.plan.engine import parse_engine
+from pdconn.tools.output.table import table
+from pdconn.tools.plan.engine_shape import parse_engine
 from pdconn.tools.plan.shapes import built_in
 from registration.scratch import Scratch
 from tests.threads.inside import num_warm
@@ -88,7 +88,7 @@ def lend(prompt: int) -> None:
         line = sys.stdin.readline()
         while line:
             path, boot = line.split()
-            with PATHS[path].open(f"warm-prefill-{boot}") as transport:
+            with PATHS[path].open_transport(f"warm-prefill-{boot}") as transport:
                 transport.register([arena.memory])
                 rank = RankGeometry(0, 0, transport.address(), references)
                 welcome = Welcome.of("prefill", boot, TRAITS, (rank,))
@@ -154,7 +154,7 @@ def _turn(
     workload: Workload, me: Rank, arena: BenchMemory, lender: Lending, *, path: str, kind: str
 ) -> Turn:
     port, boot = lender.boot(path)
-    transport = PATHS[path].open(f"warm-decode-{boot}")
+    transport = PATHS[path].open_transport(f"warm-decode-{boot}")
     scratch = Scratch.on(HOST)
     transport.register([arena.memory, scratch.memory])
     with closing(Puller(me, transport, warm_up=_warm_up(kind, port, scratch))) as puller:

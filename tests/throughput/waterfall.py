@@ -38,8 +38,8 @@ from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed
 from pdconn.tools.lab.ports import LOCALHOST
-from pdconn.tools.lab.table import table
-from pdconn.tools.plan.engine import parse_engine
+from pdconn.tools.output.table import table
+from pdconn.tools.plan.engine_shape import parse_engine
 from pdconn.tools.plan.shapes import built_in
 
 TRAITS = {"model": "waterfall"}
@@ -88,7 +88,7 @@ def lend(options: argparse.Namespace) -> None:
     [described] = workload.theirs()
     with (
         BenchMemory(extent(described), huge_pages=path.huge_pages) as arena,
-        path.open("waterfall-prefill") as transport,
+        path.open_transport("waterfall-prefill") as transport,
     ):
         transport.register([arena.memory])
         rank = RankGeometry(0, 0, transport.address(), placed(described, arena.memory))
@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace) -> list[Waterfall]:
         assert child.stdout is not None
         assert child.stdin is not None
         port = int(child.stdout.readline())
-        transport = path.open("waterfall-decode")
+        transport = path.open_transport("waterfall-decode")
         transport.register([arena.memory])
         me = Rank("decode", 0, 1, 0, placed(ours, arena.memory), TRAITS)
         puller = Puller(me, transport)

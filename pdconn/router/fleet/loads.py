@@ -20,8 +20,9 @@ from typing import Self
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
-from pdconn.router.fleet.engine_page import MAX_PAGE_NBYTES, Load, parse_metrics
+from pdconn.router.fleet.engine_page import Load, parse_metrics
 from pdconn.router.fleet.member import Role
+from pdconn.router.fleet.prometheus_page import MAX_PAGE_NBYTES
 from pdconn.router.fleet.pull_counts import PullCounts, RecentPulls
 from pdconn.router.fleet.registry import EngineRegistry
 
@@ -178,11 +179,6 @@ class LoadPoller:
         """The loads that are not older than ``max_age_s``."""
         since_s = self._clock() - max_age_s
         return {name: last.load for name, last in self.latest.items() if last.at_s >= since_s}
-
-    def age_s(self, engine: str) -> float | None:
-        """Seconds since an engine's load arrived, or None where none did."""
-        last = self.latest.get(engine)
-        return None if last is None else self._clock() - last.at_s
 
     def fleet_changed(self) -> None:
         """Drop engines that left the fleet."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdconn.protocol.messages import RefusalReason
+from pdconn.router.fleet.prometheus_page import PageValues
 
 PULLS = "pdconn:pulls_total"
 FAILED = "vllm:nixl_num_failed_transfers_total"
@@ -129,6 +130,12 @@ class PullCounts:
             totals.get(FAILED, 0) + not_begun,
             {metric: number for metric, number in causes.items() if number},
         )
+
+    @classmethod
+    def of_page(cls, values: PageValues) -> PullCounts | None:
+        """Of a page; None where it counts no pulls."""
+        totals = {name: values.total(name) for name in COUNTERS}
+        return cls.of({name: total for name, total in totals.items() if total is not None})
 
     def since(self, before: PullCounts) -> PullCounts:
         """How much they have grown; all of them where the engine restarted meanwhile."""

@@ -39,6 +39,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Raw
 
+from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.router.openai.requests import TICKET_FIELD, ParsedBody, Route, is_empty, kind_of
 
 #: Prefill samples one token, which is discarded.  These fields only shape that token's answer,
@@ -215,7 +216,6 @@ MOST_NBYTES = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
-_DONE = b"[DONE]"
 _LAST_EVENTS = frozenset(
     {"message_stop", "response.completed", "response.incomplete", "response.failed"}
 )
@@ -382,12 +382,10 @@ class AnswerReader:
             self._rest += piece
 
     def _line(self, line: bytes) -> None:
-        if not line.startswith(b"data:"):
-            return
-        data = line[5:].strip()
-        if data == _DONE:
+        data = event_data(line)
+        if data == DONE:
             self.is_whole = True
-        else:
+        elif data is not None:
             self._read(data)
 
     def _read(self, data: bytes) -> None:

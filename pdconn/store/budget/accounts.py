@@ -121,11 +121,11 @@ class Accounts:
 
     # Writing
 
-    def reserve(self, nbytes: int, wanted: int = 0) -> int:
-        """Reserve up to ``nbytes``; those granted.  ``wanted`` more are noted for the evictor."""
+    def reserve(self, nbytes: int) -> int:
+        """Reserve up to ``nbytes``; those granted.  The rest is noted for the evictor."""
         with self._locked():
             granted = min(nbytes, self._usage().free)
-            self._write_own(granted, max(0, nbytes - granted, wanted))
+            self._write_own(granted, nbytes - granted)
         return granted
 
     def release(self, nbytes: int) -> None:

@@ -70,13 +70,10 @@ class WriterAccount:
     capacity: int
 
 
-def sum_usage(
-    count: RowCount | None, accounts: Iterable[WriterAccount], capacity: int | None = None
-) -> Usage:
-    """Of these writers; ``capacity`` is one more that counts.  One of the two must be there."""
+def sum_usage(count: RowCount | None, accounts: Iterable[WriterAccount]) -> Usage:
+    """Of these writers, at least one."""
     found = list(accounts)
-    named = [account.capacity for account in found]
-    least = min(named if capacity is None else [*named, capacity])
+    least = min(account.capacity for account in found)
     return Usage(
         least,
         least if count is None else count.committed,

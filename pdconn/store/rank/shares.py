@@ -106,11 +106,6 @@ class RowShare:
         return aligned(self.layout.data_nbytes)
 
     @cached_property
-    def slab_nbytes(self) -> int:
-        """Bytes of all slabs, without padding."""
-        return sum(slab.nbytes for slab in self.slabs)
-
-    @cached_property
     def footer_nbytes(self) -> int:
         """Bytes of a row's footer, which follows its data."""
         return footer_nbytes(len(self.whole.slabs))

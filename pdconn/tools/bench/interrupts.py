@@ -34,7 +34,7 @@ class _NotedInterrupts:
         self._is_waiting = False
         self._is_noted = False
 
-    def arrived(self, number: int, frame: FrameType | None) -> None:
+    def note_interrupt(self, number: int, frame: FrameType | None) -> None:
         """The signal's handler."""
         if self.has_arrived:
             self._end_now()
@@ -48,7 +48,7 @@ class _NotedInterrupts:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def interruptible_wait(self) -> Iterator[None]:
         self._is_waiting = True
         try:
             self.raise_noted()
@@ -84,7 +84,7 @@ def held_interrupts(end_now: Callable[[], object]) -> Iterator[None]:
         yield
         return
     _here.held = held = _NotedInterrupts(end_now)
-    signal.signal(signal.SIGINT, held.arrived)
+    signal.signal(signal.SIGINT, held.note_interrupt)
     try:
         yield
     except Exception as error:
@@ -100,7 +100,7 @@ def held_interrupts(end_now: Callable[[], object]) -> Iterator[None]:
 def interruptible() -> contextlib.AbstractContextManager[None]:
     """Where Ctrl-C may be raised: around a wait that leaves nothing half done."""
     held = _here.held
-    return contextlib.nullcontext() if held is None else held.waiting()
+    return contextlib.nullcontext() if held is None else held.interruptible_wait()
 
 
 def raise_noted() -> None:

@@ -35,10 +35,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def manifest(now: datetime | None = None) -> dict[str, object]:
+def manifest() -> dict[str, object]:
     """Time, command, machine and versions of a measurement."""
     return {
-        "measured_at": (now or datetime.now(UTC)).isoformat(timespec="seconds"),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["pdconn", *sys.argv[1:]],
         "machine": machine(),
         "versions": versions(),

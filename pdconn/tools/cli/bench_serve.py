@@ -9,20 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdconn.tools.bench.errors import BadOption, BenchError
+from pdconn.tools.bench.bench_errors import BadOption, BenchError
 from pdconn.tools.bench.manifest import manifest
 from pdconn.tools.bench.serving.contestants import Target, running_contestants
 from pdconn.tools.bench.serving.lineup import CONNECTORS, CORES
 from pdconn.tools.bench.serving.replies import TurnResult
-from pdconn.tools.bench.serving.report import Report, render, to_json
+from pdconn.tools.bench.serving.serve_report import ServeReport
 from pdconn.tools.bench.serving.summary import Bounds
-from pdconn.tools.bench.serving.turns import Log, RunPlan, measure
-from pdconn.tools.cli.options import BadArgument, check_file, configure_json, publish_json, tokens
-from pdconn.tools.lab.demo import check_dependencies
-from pdconn.tools.lab.errors import LabError
+from pdconn.tools.bench.serving.turns import RunPlan, measure
+from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish, tokens
+from pdconn.tools.lab.demo_run import check_dependencies
+from pdconn.tools.lab.lab_errors import LabError
 from pdconn.tools.lab.model import SPECS, write_model
 from pdconn.tools.lab.spec import SERVED_NAME, EngineSpec
 from pdconn.tools.lab.starting import StartingEngines
+from pdconn.tools.output.progress_line import LogStep
 
 SINGLE = "single"
 _CONTESTANTS = (SINGLE, *CONNECTORS)
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure all contestants and report; returns 0, 1 or 2 as ``--help`` says."""
     began = time.monotonic()
 
-    def log(line: str) -> None:
+    def log_step(line: str) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
     try:
@@ -151,11 +152,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         if targets:
-            turns = measure(targets, plan, log, watch=False)
+            turns = measure(targets, plan, log_step, watch=False)
         else:
-            turns = _measured_here(args, names, plan, log)
+            turns = _measured_here(args, names, plan, log_step)
         reference = SINGLE if SINGLE in names and not targets else names[0]
-        report = Report.of(plan, bounds, turns, names, reference)
+        report = ServeReport.of_turns(plan, bounds, turns, names, reference, manifest=manifest())
         _publish(args.json, report)
     except (BenchError, LabError, OSError) as error:
         print(f"pdconn bench serve: {error}", file=sys.stderr)
@@ -164,29 +165,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured_here(
-    args: argparse.Namespace, names: Sequence[str], plan: RunPlan, log: Log
+    args: argparse.Namespace, names: Sequence[str], plan: RunPlan, log_step: LogStep
 ) -> list[TurnResult]:
     check_dependencies()
     model = write_model(args.directory / "models", SPECS[args.model or _MODEL])
     directory = args.directory / "run"
-    log(f"starting {', '.join(names)}; logs are in {directory}")
-    progress = StartingEngines(log, 10)
+    log_step(f"starting {', '.join(names)}; logs are in {directory}")
+    progress = StartingEngines(log_step, 10)
     with running_contestants(names, model, args.cores, directory, progress.show) as contestants:
         for engine in (engine for one in contestants for engine in one.engines):
-            log(f"{engine.spec.name} ready after {engine.boot_s or 0.0:.0f} s")
-        turns = measure(contestants, plan, log, watch=True)
-        log("stopping")
+            log_step(f"{engine.spec.name} ready after {engine.boot_s or 0.0:.0f} s")
+        turns = measure(contestants, plan, log_step, watch=True)
+        log_step("stopping")
     return turns
 
 
-def _publish(file: str | None, report: Report) -> None:
+def _publish(file: str | None, report: ServeReport) -> None:
     for one in report.answers.wrong:
         print(
             f"round {one.round_number}, prompt {one.prompt}: {one.contestant}: {one.difference}",
             file=sys.stderr,
         )
-    if publish_json(file, to_json(report, manifest())):
-        print(render(report))
+    publish(report, file)
 
 
 def _plan(args: argparse.Namespace) -> RunPlan:

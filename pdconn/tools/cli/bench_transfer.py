@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from pdconn.planning.errors import PlanningError
-from pdconn.tools.bench.errors import BadOption, BenchError
+from pdconn.tools.bench.bench_errors import BadOption, BenchError
 from pdconn.tools.bench.interrupts import held_interrupts
 from pdconn.tools.bench.manifest import manifest
 from pdconn.tools.bench.transfer.lender import MAX_BYTES, ListeningLender, LocalLender, listen
 from pdconn.tools.bench.transfer.paths import PATHS
-from pdconn.tools.bench.transfer.report import CaseResult, draw, render, to_json
 from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import take_rounds
+from pdconn.tools.bench.transfer.transfer_report import CaseResult, TransferReport, draw
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.cli import EXIT_INTERRUPTED
-from pdconn.tools.cli.options import (
+from pdconn.tools.cli.common_options import (
     BadArgument,
     check_file,
     check_picture,
@@ -31,9 +31,10 @@ from pdconn.tools.cli.options import (
     publish_json,
     tokens,
 )
-from pdconn.tools.plan.engine import EngineShape, parse_engine
-from pdconn.tools.plan.errors import ForecastError, ShapeError
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.output.progress_line import ProgressLine
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
+from pdconn.tools.plan.model_shape import ModelShape
+from pdconn.tools.plan.plan_errors import ForecastError, ShapeError
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.tables import IDS
 from transport import TransportError
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with held_interrupts(_end_now):
             results = _measured(args, remote, cases)
-        publish_json(args.json, to_json(results, manifest()))
+        publish_json(args.json, TransferReport(results, manifest()).document())
         if args.plot:
             draw(results, args.plot)
     except (BenchError, TransportError, OSError) as error:
@@ -139,14 +140,14 @@ def _measured(
     results = []
     with ListeningLender(*remote) if remote else LocalLender() as lender:
         for number, (path, workload) in enumerate(cases, 1):
-            progress = _CaseProgress(f"case {number} of {len(cases)}")
+            progress = ProgressLine(f"case {number} of {len(cases)}: ")
             with OpenCase(workload, PATHS[path], lender.control, mooncake=args.mooncake) as rig:
-                method_results = take_rounds(rig, args.rounds, rng, progress.show)
+                method_results = take_rounds(rig, args.rounds, rng, progress.show_step)
                 result = CaseResult(workload, path, tuple(method_results), rig.facts())
-            progress.clear()
+            progress.erase()
             results.append(result)
             if args.json != "-":
-                print(render(result), end="\n\n", flush=True)
+                print(result.text(), end="\n\n", flush=True)
     return results
 
 
@@ -211,21 +212,3 @@ def _address(text: str) -> tuple[str, int]:
     if not (colon and host and port.isdigit() and int(port) < 1 << 16):
         raise BadOption("address", "HOST:PORT", text)
     return host.strip("[]"), int(port)
-
-
-class _CaseProgress:
-    """One line of a terminal, rewritten in place; nothing without a terminal."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-
-    def show(self, text: str) -> None:
-        """Show the current step."""
-        if self._shown:
-            print(f"\r\033[K{self._where}: {text}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Erase the line."""
-        if self._shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -23,8 +23,8 @@ from typing import Protocol, cast
 
 from pdconn import __version__
 from pdconn.tools.cli import EXIT_INTERRUPTED
-from pdconn.tools.cli.output import OutputClosed, watch_stdout
 from pdconn.tools.cli.parser import Parser
+from pdconn.tools.cli.stdout import OutputClosed, watch_stdout
 
 EXIT_FAILED = 1
 
@@ -55,33 +55,37 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command(
         "demo",
-        "pdconn.tools.cli.demo",
+        "pdconn.tools.cli.demo_command",
         "run engines and proxy here, and check every answer",
         needs_reader=True,
     ),
     Command(
         "doctor",
-        "pdconn.tools.cli.doctor.command",
+        "pdconn.tools.cli.doctor_command",
         "find what is wrong with a host, a pair or a fleet",
     ),
-    Command("diff", "pdconn.tools.cli.diff", "check whether two engines can exchange KV"),
+    Command("diff", "pdconn.tools.cli.diff_command", "check whether two engines can exchange KV"),
     Command(
         "proxy",
-        "pdconn.tools.cli.proxy.command",
+        "pdconn.tools.cli.proxy.proxy_command",
         "serve an OpenAI API over prefill and decode engines",
     ),
-    Command("score", "pdconn.tools.cli.score", "explain how the router scores a request's prefix"),
+    Command(
+        "score",
+        "pdconn.tools.cli.score_command",
+        "explain how the router scores a request's prefix",
+    ),
     Command(
         "bench",
-        "pdconn.tools.cli.bench",
+        "pdconn.tools.cli.bench_command",
         "measure transfers, or the latencies that clients see",
         needs_reader=True,
     ),
-    Command("plan", "pdconn.tools.cli.plan", "predict the cost of a pull, without engines"),
-    Command("store", "pdconn.tools.cli.store.command", "list, verify and remove stored KV"),
+    Command("plan", "pdconn.tools.cli.plan_command", "predict the cost of a pull, without engines"),
+    Command("store", "pdconn.tools.cli.store.store_command", "list, verify and remove stored KV"),
     Command(
         "completion",
-        "pdconn.tools.cli.completion",
+        "pdconn.tools.cli.completion_command",
         "print what a shell needs to complete pdconn's words",
     ),
 )

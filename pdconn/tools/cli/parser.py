@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse does, but no argument may stay unknown.
+        """Parse as argparse does, but refuse unknown arguments.
 
         A subcommand's parser refuses here what it does not know.  argparse would hand it up to
         the outermost parser, which has none of the subcommand's options to compare with.

@@ -6,6 +6,7 @@ and pure functions that judge them and return findings::
     files, /proc, /sys, HTTP, side channels ──gather──► facts ──judge──► findings
 
 findings    what a check says: severity, message and remedy
+diagnosis   all checks of a run, as text and as JSON
 examine     which checks run, one after another
 local/      this host: versions, UCX, limits, credentials, configuration, ports, store
 fleet/      running engines: HTTP, side channels in pairs, metrics, KV events, a golden prompt

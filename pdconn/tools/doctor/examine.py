@@ -1,7 +1,7 @@
 """Runs the checks that were asked for, one after another, and collects what they say.
 
-Each step gathers facts and has them judged.  ``say`` is told which one runs, since some take
-seconds: NIXL starts in a child process, unreachable hosts time out, prompts are computed.
+Each step gathers facts and judges them.  ``log_step`` is called with the step that runs, since some
+take seconds: NIXL starts in a child process, unreachable hosts time out, prompts are computed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,25 +23,64 @@ from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Member, Role, merged
 from pdconn.router.fleet.sources import FleetSource
 from pdconn.sidechannel.security import Security, SecurityError, is_loopback
-from pdconn.tools.doctor.findings import Checked, Diagnosis, Finding, checked, fault
-from pdconn.tools.doctor.fleet import advertised, channels, engines, events, golden, traffic
-from pdconn.tools.doctor.given import config, judge
+from pdconn.tools.doctor.diagnosis import Diagnosis
+from pdconn.tools.doctor.findings import Checked, Finding, checked, fault
+from pdconn.tools.doctor.fleet import (
+    advertised,
+    channels,
+    engines,
+    event_endpoints,
+    golden,
+    traffic,
+)
+from pdconn.tools.doctor.given import given_config, judge
 from pdconn.tools.doctor.local import (
-    credentials,
+    credential_files,
     devices,
-    limits,
-    ports,
-    store,
+    host_limits,
+    side_channel_port,
+    store_folder,
     ucx,
     used,
     versions,
 )
 from pdconn.tools.doctor.probe import ProbeFacts, judge_probe, read_probe, seen_probe
+from pdconn.tools.output.progress_line import LogStep
 from pdconn.tools.plan.link import Link
 from pdconn.vllm.config import ConfigError, Settings
 from pdconn.vllm.memory.card import kv_card
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True)
+class ChannelCredentials:
+    """Our credentials for side channels, as the engines have them; ``tls`` by the engines' keys."""
+
+    secret_file: str | None = None
+    tls: Mapping[str, str | None] = field(default_factory=dict)
+    check_hostname: bool = True
+
+
+@dataclass(frozen=True)
+class FleetQuestions:
+    """Which running engines are examined, and how.
+
+    Attributes:
+        sources: of engines; empty: no engine's HTTP is checked.
+        prefill_channels, decode_channels: ``host:port`` or description files.
+        api_key: for the engines' HTTP; trusted: CAs for its TLS.
+        asks_golden: send a golden prompt through the pairs.
+        hash_seed: the engines' PYTHONHASHSEED.
+        timeout_s: of each engine.
+    """
+
+    sources: tuple[FleetSource, ...] = ()
+    prefill_channels: tuple[str, ...] = ()
+    decode_channels: tuple[str, ...] = ()
+    api_key: str | None = None
+    trusted: ssl.SSLContext | None = None
+    asks_golden: bool = False
+    hash_seed: str | None = None
+    timeout_s: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +90,6 @@ class Questions:
     Attributes:
         local: check this host.
         configs: of engines; of one alone its files and ports are tried here, too.
-        sources: of the fleet; empty: no fleet is checked.
-        prefill_channels, decode_channels: ``host:port`` or description files.
-        secret_file, tls: our credentials for side channels, as the engines have them.
-        api_key: for the engines' HTTP; trusted: CAs for its TLS.
-        asks_golden: send a golden prompt through the pairs.
-        hash_seed: the engines' PYTHONHASHSEED.
         link: nominal bandwidth; None: unknown.
         probe: where ``pdconn doctor --serve`` runs.
         ucx_logs: what UCX has printed in engines.
@@ -64,58 +97,53 @@ class Questions:
     """
 
     local: bool = True
-    configs: tuple[config.GivenConfig, ...] = ()
-    sources: tuple[FleetSource, ...] = ()
-    prefill_channels: tuple[str, ...] = ()
-    decode_channels: tuple[str, ...] = ()
-    secret_file: str | None = None
-    tls: Mapping[str, str | None] = field(default_factory=dict)
-    tls_check_hostname: bool = True
-    api_key: str | None = None
-    trusted: ssl.SSLContext | None = None
-    asks_golden: bool = False
-    hash_seed: str | None = None
+    configs: tuple[given_config.GivenConfig, ...] = ()
+    fleet: FleetQuestions = FleetQuestions()
+    credentials: ChannelCredentials = field(default_factory=ChannelCredentials)
     link: Link | None = None
     probe: tuple[str, int] | None = None
     ucx_logs: tuple[used.UsedTransports, ...] = ()
-    timeout_s: float = 5.0
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
     asks_nixl: bool = True
 
     @property
-    def engine(self) -> config.GivenConfig | None:
+    def engine(self) -> given_config.GivenConfig | None:
         """The only engine of ``configs``."""
         return self.configs[0] if len(self.configs) == 1 else None
 
     @property
     def engine_environ(self) -> Mapping[str, str]:
         """The variables of that engine; without one, ours."""
-        return self.environ if self.engine is None else self.engine.environment(self.environ)
+        return self.environ if self.engine is None else self.engine.engine_environment(self.environ)
 
 
-def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
+def examine(questions: Questions, log_step: LogStep = lambda text: None) -> Diagnosis:
     """Run every check.
 
     Raises:
         BadSetting: the fleet file is wrong.
     """
     checks: list[Checked] = []
-    members = asyncio.run(_members(questions.sources))  # first: a bad file ends the command
+    members = asyncio.run(_members(questions.fleet.sources))  # first: a bad file ends the command
     settings = None
     if questions.engine is not None:
         settings, _ = judge.settings_of_given(questions.engine, questions.environ)
     if questions.local:
         decodes = [urlsplit(one.url).hostname or "" for one in members if Role.DECODE in one.roles]
-        checks += _local(questions, settings, decodes, say)
+        checks += _local(questions, settings, decodes, log_step)
     measured = None
     if questions.probe is not None:
-        say("reading from the other host")
-        measured = read_probe(*questions.probe, say)
+        log_step("reading from the other host")
+        measured = read_probe(*questions.probe, log_step)
         judged = judge_probe(measured, questions.link)
         checks.append(checked("probe", judged, seen_probe(measured)))
-    if questions.sources or questions.prefill_channels or questions.decode_channels:
-        checks += asyncio.run(_fleet(questions, members, settings, measured, say))
+    if (
+        questions.fleet.sources
+        or questions.fleet.prefill_channels
+        or questions.fleet.decode_channels
+    ):
+        checks += asyncio.run(_fleet(questions, members, settings, measured, log_step))
     if questions.ucx_logs:
         checks.append(used.check_used(questions.ucx_logs))
     return Diagnosis(checks)
@@ -125,7 +153,7 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
 
 
 def _local(
-    questions: Questions, settings: Settings | None, decodes: Sequence[str], say: Say
+    questions: Questions, settings: Settings | None, decodes: Sequence[str], log_step: LogStep
 ) -> Iterator[Checked]:
     transport = "nixl" if settings is None else settings.transport
     found = versions.read_versions()
@@ -133,15 +161,15 @@ def _local(
     yield checked("versions", judged, versions.seen_versions(found))
     host = devices.read_devices(questions.root)
     wants = settings is None or settings.huge_pages
-    limited = limits.read_limits(questions.root)
+    limited = host_limits.read_limits(questions.root)
     yield checked(
-        "limits", limits.judge_limits(limited, host, wants_huge_pages=wants),
-        limits.seen_limits(limited),
+        "limits", host_limits.judge_limits(limited, host, wants_huge_pages=wants),
+        host_limits.seen_limits(limited),
     )  # fmt: skip
     refused_card, chosen = _kv_card(questions, settings)
     seen = devices.seen_devices(host), *chosen, *devices.ucx_lines(host)
     yield checked("devices", refused_card, *seen)
-    yield _ucx(questions, settings, host, say)
+    yield _ucx(questions, settings, host, log_step)
     if not questions.configs:
         yield Checked("config", skipped="no --config given")
     for engine in questions.configs:
@@ -152,10 +180,10 @@ def _local(
     if root is not None and _is_elsewhere(questions, root):
         yield Checked("store", skipped=f"{root} is in the container: run this there")
     elif settings is not None and settings.store is not None:
-        say("trying the store's folder")
-        kept = store.read_store(settings.store)
-        judged = store.judge_store(kept, settings.store)
-        yield checked("store", judged, store.seen_store(kept, settings.store))
+        log_step("trying the store's folder")
+        kept = store_folder.read_store(settings.store)
+        judged = store_folder.judge_store(kept, settings.store)
+        yield checked("store", judged, store_folder.seen_store(kept, settings.store))
 
 
 def _kv_card(questions: Questions, settings: Settings | None) -> tuple[list[Finding], list[str]]:
@@ -172,12 +200,12 @@ def _kv_card(questions: Questions, settings: Settings | None) -> tuple[list[Find
 
 
 def _ucx(
-    questions: Questions, settings: Settings | None, host: devices.Devices, say: Say
+    questions: Questions, settings: Settings | None, host: devices.Devices, log_step: LogStep
 ) -> Checked:
     transport = "nixl" if settings is None else settings.transport
     answer = None
     if questions.asks_nixl and transport != "ucx" and find_spec("nixl") is not None:
-        say("starting NIXL in a process of its own")
+        log_step("starting NIXL in a process of its own")
         options = {} if settings is None else settings.backend_options
         answer = ucx.ask_ucx(options, questions.engine_environ)
     facts = ucx.read_ucx(questions.engine_environ, answer)
@@ -190,7 +218,7 @@ def _is_elsewhere(questions: Questions, path: str) -> bool:
     return in_container and not Path(path).exists()
 
 
-def _config(engine: config.GivenConfig, environ: Mapping[str, str]) -> Checked:
+def _config(engine: given_config.GivenConfig, environ: Mapping[str, str]) -> Checked:
     _, refused = judge.settings_of_given(engine, environ)
     ours = engine.ours or {}
     role = (engine.transfer or {}).get("kv_role")
@@ -203,7 +231,7 @@ def _config(engine: config.GivenConfig, environ: Mapping[str, str]) -> Checked:
 
 
 def _several(questions: Questions) -> str | None:
-    """Why nothing of this host is compared with an engine's settings, if so."""
+    """Why no engine's settings are compared with this host; None where they are."""
     if len(questions.configs) < 2:
         return None
     return f"{len(questions.configs)} engines in --config: name one, as FILE#NAME"
@@ -219,10 +247,11 @@ def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Ch
         return
     extra = {} if engine is None else engine.extra
     files = {
-        key: extra.get(key) or questions.tls.get(key) for key in ("tls_cert", "tls_key", "tls_ca")
+        key: extra.get(key) or questions.credentials.tls.get(key)
+        for key in ("tls_cert", "tls_key", "tls_ca")
     }
-    secret = extra.get("secret_file") or questions.secret_file
-    facts = credentials.read_credentials(secret, files, questions.engine_environ)
+    secret = extra.get("secret_file") or questions.credentials.secret_file
+    facts = credential_files.read_credentials(secret, files, questions.engine_environ)
     lends = (
         engine is not None and engine.lends and (engine.is_host_network or not engine.in_container)
     )
@@ -231,8 +260,8 @@ def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Ch
     if settings is not None and lends and settings.security.check_hostname:
         named = judge.named_host(settings, questions.engine_environ)
     now = time.time()
-    judged = credentials.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
-    yield checked("credentials", judged, credentials.seen_credentials(facts, now))
+    judged = credential_files.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
+    yield checked("credentials", judged, credential_files.seen_credentials(facts, now))
 
 
 def _port(questions: Questions, settings: Settings | None, decodes: Sequence[str]) -> Checked:
@@ -246,17 +275,17 @@ def _port(questions: Questions, settings: Settings | None, decodes: Sequence[str
     host = settings.side_channel_host
     if is_loopback(settings.advertise_host or host):
         isolated = not engine.has_addresses_of_host
-        found += ports.judge_loopback(f"{host}:{first}", decodes, is_isolated=isolated)
+        found += side_channel_port.judge_loopback(f"{host}:{first}", decodes, is_isolated=isolated)
     if not engine.has_addresses_of_host:
         if found:
             return checked("port", found, f"{host}:{first}, in a network of its own")
         why = "the engine has addresses that are not this host's: run this where it runs"
         return Checked("port", skipped=why)
     tried = [
-        ports.read_port(host, port, settings.security)
+        side_channel_port.read_port(host, port, settings.security)
         for port in range(first, min(first + engine.num_ports, 1 << 16))
     ]
-    found += [finding for one in tried for finding in ports.judge_port(one)]
+    found += [finding for one in tried for finding in side_channel_port.judge_port(one)]
     return checked("port", found, *map(str, tried))
 
 
@@ -268,27 +297,27 @@ async def _fleet(
     members: Sequence[Member],
     settings: Settings | None,
     measured: ProbeFacts | None,
-    say: Say,
+    log_step: LogStep,
 ) -> list[Checked]:
     made: list[Checked] = []
     async with engines.client_session(
-        questions.timeout_s, questions.api_key, questions.trusted
+        questions.fleet.timeout_s, questions.fleet.api_key, questions.fleet.trusted
     ) as session:
         found: Sequence[engines.EngineFacts] = ()
         if members:
-            say(f"asking {len(members)} engines")
+            log_step(f"asking {len(members)} engines")
             found = await engines.read_engines(members, session)
             judged = [*engines.judge_engines(found), *engines.judge_agreement(found)]
             made.append(checked("engines", judged, *engines.seen_engines(found)))
             made.append(_traffic(found))
-            made.append(await _events(members, questions, say))
+            made.append(await _events(members, questions, log_step))
         tried: Sequence[golden.GoldenFacts] = ()
-        if questions.asks_golden:
-            check, tried = await _golden(found, session, say)
+        if questions.fleet.asks_golden:
+            check, tried = await _golden(found, session, log_step)
             made.append(check)
     lengths = [m.max_model_len for one in found for m in one.models if m.max_model_len is not None]
     times = _times(questions, settings, max(lengths, default=None), measured)
-    return made + _channels(questions, tried, times, say)
+    return made + _channels(questions, tried, times, log_step)
 
 
 def _traffic(found: Sequence[engines.EngineFacts]) -> Checked:
@@ -329,23 +358,27 @@ async def _members(sources: Sequence[FleetSource]) -> tuple[Member, ...]:
     return merged(found)
 
 
-async def _events(members: Sequence[Member], questions: Questions, say: Say) -> Checked:
+async def _events(members: Sequence[Member], questions: Questions, log_step: LogStep) -> Checked:
     if not any(member.events for member in members):
         return Checked("events", skipped="no engine is given with events=")
-    say("asking for KV events")
-    facts = await events.read_events(members, questions.hash_seed, questions.timeout_s)
-    return checked("events", events.judge_events(facts), *events.seen_events(facts))
+    log_step("asking for KV events")
+    facts = await event_endpoints.read_events(
+        members, questions.fleet.hash_seed, questions.fleet.timeout_s
+    )
+    return checked(
+        "events", event_endpoints.judge_events(facts), *event_endpoints.seen_events(facts)
+    )
 
 
 async def _golden(
-    found: Sequence[engines.EngineFacts], session: aiohttp.ClientSession, say: Say
+    found: Sequence[engines.EngineFacts], session: aiohttp.ClientSession, log_step: LogStep
 ) -> tuple[Checked, Sequence[golden.GoldenFacts]]:
     pairs = golden.golden_pairs(found)
     if not pairs:
         return Checked("golden", skipped="no pair of prefill and decode answers"), ()
     facts = []
     for number, (prefill, decode) in enumerate(pairs, 1):
-        say(f"golden prompt {number} of {len(pairs)}")
+        log_step(f"golden prompt {number} of {len(pairs)}")
         nonce = f"Golden {secrets.token_hex(6)}"
         facts.append(await golden.read_golden(prefill, decode, session, nonce))
     return checked("golden", golden.judge_golden(facts), *map(golden.seen_golden, facts)), facts
@@ -355,37 +388,37 @@ def _channels(
     questions: Questions,
     tried: Sequence[golden.GoldenFacts],
     times: channels.PullTimes | None,
-    say: Say,
+    log_step: LogStep,
 ) -> list[Checked]:
     """Every side channel that is known, and each pair of them."""
     named = tuple(dict.fromkeys(one.advertised for one in tried if one.advertised))
-    told = tuple(dict.fromkeys((*questions.prefill_channels, *named)))
-    words = tuple(dict.fromkeys((*told, *questions.decode_channels)))
+    lenders = tuple(dict.fromkeys((*questions.fleet.prefill_channels, *named)))
+    words = tuple(dict.fromkeys((*lenders, *questions.fleet.decode_channels)))
     if not words:
         why = "give --prefill-channel and --decode-channel, or --golden, whose tickets name them"
         return [Checked("channels", skipped=why)]
     try:
         security = Security.load(
-            secret_file=questions.secret_file,
-            tls_cert=questions.tls.get("tls_cert"),
-            tls_key=questions.tls.get("tls_key"),
-            tls_ca=questions.tls.get("tls_ca"),
-            tls_check_hostname=questions.tls_check_hostname,
+            secret_file=questions.credentials.secret_file,
+            tls_cert=questions.credentials.tls.get("tls_cert"),
+            tls_key=questions.credentials.tls.get("tls_key"),
+            tls_ca=questions.credentials.tls.get("tls_ca"),
+            tls_check_hostname=questions.credentials.check_hostname,
             environ=questions.environ,
         )
     except SecurityError as error:
         remedy = "correct --secret-file, --tls-cert, --tls-key or --tls-ca of this command"
         found = fault("channel.our-credentials", error.field, error, remedy)
         return [checked("channels", [found])]
-    say(f"asking {len(words)} side channels")
-    facts = channels.read_channels(words, security, questions.timeout_s)
+    log_step(f"asking {len(words)} side channels")
+    facts = channels.read_channels(words, security, questions.fleet.timeout_s)
     by_option = {word: each for word, each in facts.items() if word not in named}
     judged = [
         *channels.judge_channels(by_option),
         *advertised.judge_advertised(tried, facts),
     ]
     pairs = channels.compare_pairs(
-        [facts[word] for word in told], [facts[word] for word in questions.decode_channels]
+        [facts[word] for word in lenders], [facts[word] for word in questions.fleet.decode_channels]
     )
     made = [checked("channels", judged, *channels.seen_channels(facts))]
     if not pairs:

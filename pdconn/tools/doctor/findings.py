@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from transport.errors import FieldError
@@ -99,38 +99,3 @@ class Checked:
 def checked(name: str, findings: Iterable[Finding], *seen: str) -> Checked:
     """A check that ran."""
     return Checked(name, tuple(map(one_line, seen)), tuple(findings))
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Every check, in the order in which they ran."""
-
-    checks: Sequence[Checked]
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Of all checks, worst first."""
-        order = list(Severity)
-        found = [finding for check in self.checks for finding in check.findings]
-        return sorted(found, key=lambda finding: order.index(finding.severity))
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether there is no fault."""
-        return all(finding.severity is not Severity.FAULT for finding in self.findings)
-
-    def to_json(self) -> dict[str, object]:
-        """As ``pdconn doctor --json`` prints it."""
-        return {
-            "healthy": self.is_healthy,
-            "findings": [asdict(finding) for finding in self.findings],
-            "checks": [
-                {
-                    "name": check.name,
-                    "outcome": check.outcome,
-                    "seen": list(check.seen),
-                    "skipped": check.skipped,
-                }
-                for check in self.checks
-            ],
-        }

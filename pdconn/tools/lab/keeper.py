@@ -139,9 +139,9 @@ def _end(child: Child, ended: int, grace_s: float) -> None:
         child.kill()
 
 
-def sweep(grace_s: float = _GRACE_S) -> Swept:
-    """Send SIGTERM to all descendants of this process, and SIGKILL after ``grace_s``."""
-    kill_at = time.monotonic() + grace_s
+def sweep() -> Swept:
+    """Send SIGTERM to all descendants of this process, and SIGKILL after ``_GRACE_S``."""
+    kill_at = time.monotonic() + _GRACE_S
     kill_all_at = kill_at + _UNLINK_S
     give_up = kill_all_at + _KILL_S
     killed: dict[int, str] = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pdconn.tools.lab.errors import EngineDied, LeftBehind
+from pdconn.tools.lab.lab_errors import EngineDied, LeftBehind
 from transport.closing import Closing
 
 _KEEPER = Path(__file__).with_name("keeper.py")
@@ -114,19 +114,19 @@ class Process(Closing):
         """Undo ``pause``."""
         os.killpg(self.pid, signal.SIGCONT)
 
-    def kill(self) -> Ended:
+    def kill_command(self) -> Ended:
         """Send SIGKILL to the command; returns once everything is gone."""
         if self.ended() is None:
             with suppress(ProcessLookupError):  # it may have ended meanwhile
                 os.killpg(self.pid, signal.SIGKILL)
-        return self.end()
+        return self.end_all()
 
     def ask_to_end(self) -> None:
-        """Tell the keeper to end everything; do not wait."""
+        """Ask the keeper to end everything; do not wait."""
         if self._keeper.stdin is not None:
             self._keeper.stdin.close()
 
-    def end(self) -> Ended:
+    def end_all(self) -> Ended:
         """End everything and wait until it is gone.  A second call returns the same.
 
         Raises:
@@ -159,8 +159,8 @@ class Process(Closing):
         )
 
     def close(self) -> None:
-        """End everything and wait; see ``end``."""
-        self.end()
+        """End everything and wait; see ``end_all``."""
+        self.end_all()
 
     def tail(self, lines: int = 40) -> str:
         """The end of its log."""

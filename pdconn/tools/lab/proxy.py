@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse
+from pdconn.tools.lab.lab_errors import EngineDied, EngineStartTimeout, PortInUse
 from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.tools.lab.process import Process
+
+_START_TIMEOUT_S = 30.0
 
 
 @contextmanager
@@ -51,18 +53,18 @@ def running_proxy(
 
 
 def admin_url(url: str) -> str:
-    """Where a proxy that ``running_proxy`` has started shows its admin pages and metrics."""
+    """The URL of the admin pages and metrics of a proxy that ``running_proxy`` has started."""
     parts = urlsplit(url)
     return f"http://{parts.hostname}:{(parts.port or 0) + 1}"
 
 
-def _await_port(process: Process, host: str, port: int, timeout_s: float = 30.0) -> None:
-    give_up = time.monotonic() + timeout_s
+def _await_port(process: Process, host: str, port: int) -> None:
+    give_up = time.monotonic() + _START_TIMEOUT_S
     while not _listens(host, port):
         if (ended := process.ended()) is not None:
             raise EngineDied("proxy", ended.exit_code, process.log, process.tail())
         if time.monotonic() > give_up:
-            raise EngineStartTimeout("proxy", timeout_s, process.log, process.tail())
+            raise EngineStartTimeout("proxy", _START_TIMEOUT_S, process.log, process.tail())
         time.sleep(0.05)
 
 

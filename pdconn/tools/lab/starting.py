@@ -5,14 +5,14 @@ What an engine logs last is no progress: it is cut anywhere, and most of it is o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pdconn.tools.output.progress_line import LogStep
 
 
 class StartingEngines:
     """A line every ``every_s`` seconds with all engines that are still starting."""
 
-    def __init__(self, say: Callable[[str], None], every_s: int = 5) -> None:
-        self._say = say
+    def __init__(self, log_step: LogStep, every_s: int = 5) -> None:
+        self._log_step = log_step
         self._every_s = every_s
         self._shown = 0
         self._names: list[str] = []
@@ -24,6 +24,6 @@ class StartingEngines:
             turn = int(seconds) // self._every_s
             if turn > self._shown:
                 self._shown = turn
-                self._say(f"still starting after {seconds:.0f} s: {', '.join(self._names)}")
+                self._log_step(f"still starting after {seconds:.0f} s: {', '.join(self._names)}")
             self._names.clear()
         self._names.append(name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd
 
-from pdconn.tools.plan.engine import KERNEL_BLOCK_TOKENS, MAX_BLOCK_TOKENS, EngineShape
+from pdconn.tools.plan.engine_shape import KERNEL_BLOCK_TOKENS, MAX_BLOCK_TOKENS, EngineShape
 from pdconn.tools.plan.forecast import Forecast, forecast
 from registration.references import AttentionKind
 

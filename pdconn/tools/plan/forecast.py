@@ -27,10 +27,10 @@ import numpy as np
 from pdconn.planning.plan import Moved, Need, Pairing
 from pdconn.planning.template import Side, Template
 from pdconn.protocol.ticket import BlockList
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.grouping import LayerGroup
 from pdconn.tools.plan.link import Link
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.tables import Ids, block_tables
 from registration.references import AttentionKind
 
@@ -72,9 +72,9 @@ class Cost:
         """How many times more bytes would move with full attention in every layer."""
         return 1 + self.saved_by_window / self.nbytes if self.nbytes else 1.0
 
-    def seconds(self, link: Link) -> float:
+    def pull_seconds(self, link: Link) -> float:
         """Predicted time of one rank that pulls this."""
-        return link.seconds(self.nbytes, self.runs)
+        return link.seconds_to_read(self.nbytes, self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Forecast:
 
     @property
     def requests_per_s(self) -> float:
-        """Such pulls that the slowest rank carries out, one behind the other without a pause."""
+        """Pulls a second that the slowest rank carries out, one after the other without a pause."""
         return 1 / self.slowest.seconds  # a token is pulled at least
 
     def over(self, link: Link) -> Forecast:
@@ -162,7 +162,7 @@ class Forecast:
     @property
     def slowest(self) -> SlowestRank:
         """The rank of either side that takes longest."""
-        reads = SlowestRank("decode", self.busiest_rank, self.busiest.seconds(self.link))
+        reads = SlowestRank("decode", self.busiest_rank, self.busiest.pull_seconds(self.link))
         most = max(self.sent)
         sends = self.prefill_link.seconds_to_send(most)
         return max(
@@ -173,7 +173,7 @@ class Forecast:
         """The part of ``slowest`` that is one group's."""
         slowest = self.slowest
         if slowest.side == "decode":
-            return group.busiest.seconds(self.link)
+            return group.busiest.pull_seconds(self.link)
         return self.prefill_link.seconds_to_send(group.sent[slowest.rank])
 
 
@@ -243,7 +243,7 @@ def _check_tokens(prompt_tokens: int, hit_tokens: int) -> None:
 
 
 def _busiest(received: Sequence[Cost], link: Link) -> int:
-    return max(range(len(received)), key=lambda rank: received[rank].seconds(link))
+    return max(range(len(received)), key=lambda rank: received[rank].pull_seconds(link))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ def _num_runs(template: Template, moved: Moved) -> int:
 
 
 def _as_one_run(template: Template) -> Template:
-    """The same bytes of every sub-block, as one run."""
+    """The bytes of every sub-block as one run."""
     first = slice(0, 1)
 
     def cut(side: Side) -> Side:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdconn.tools.plan.model import Sort
+from pdconn.tools.plan.model_shape import Sort
 from registration.references import AttentionKind, KVCacheGroupReference
 
 
@@ -72,7 +72,7 @@ class Paged:
 def group_layers(paged: Sequence[Paged]) -> tuple[LayerGroup, ...]:
     """The groups of a model whose sorts have these pages, in the order of the sorts.
 
-    >>> from pdconn.tools.plan.model import LayerSort
+    >>> from pdconn.tools.plan.model_shape import LayerSort
     >>> sort = LayerSort((0, 1), AttentionKind.FULL, None, 8, 512)
     >>> [group.num_layers for group in group_layers([Paged(sort, 16, 65536)])]
     [2]
@@ -113,7 +113,7 @@ def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:
 
 
 def _packed_counts(buckets: Sequence[list[Paged]]) -> list[int]:
-    """The same for pages of several sizes.
+    """The number of groups of each bucket, for pages of several sizes.
 
     A bucket with equally many layers of each page size repeats a pattern.  The largest such
     bucket of several sizes stays whole, and other such buckets are split to its size.

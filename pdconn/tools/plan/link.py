@@ -16,7 +16,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.plan_errors import ShapeError
 
 ROUND_TRIPS = 3
 
@@ -56,7 +56,7 @@ class Link:
         """What a pull waits for, however short it is."""
         return ROUND_TRIPS * self.round_trip_s
 
-    def seconds(self, nbytes: int, descriptors: int) -> float:
+    def seconds_to_read(self, nbytes: int, descriptors: int) -> float:
         """Time to read ``nbytes`` bytes in ``descriptors`` pieces."""
         return nbytes / self.bytes_per_s + descriptors * self.descriptor_s
 

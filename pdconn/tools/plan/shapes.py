@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import re
 
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.model import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.plan_errors import ShapeError
 from registration.references import AttentionKind
 
 _FULL, _WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW

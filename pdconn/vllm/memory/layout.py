@@ -2,8 +2,8 @@
 
 vLLM asks the connector's class once, before memory is laid out.  ``VLLM_KV_CACHE_LAYOUT`` goes
 before our answer, and a layout that a backend does not read is dropped with a warning, so a
-preference never stops an engine.  See :mod:`pdconn.tools.plan.memory` for which it is and why; the
-key ``layout`` replaces it.
+preference never stops an engine.  See :mod:`pdconn.tools.plan.layer_memory` for which it is and
+why; the key ``layout`` replaces it.
 """
 
 from __future__ import annotations

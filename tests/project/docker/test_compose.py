@@ -210,7 +210,7 @@ def proxy_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> ProxyConf
         made.append(config)
         return 0
 
-    monkeypatch.setattr("pdconn.tools.cli.proxy.command.serve", serve)
+    monkeypatch.setattr("pdconn.tools.cli.proxy.proxy_command.serve", serve)
     if (code := main(words)) != 0:
         raise SystemExit(code)
     return made[0]

@@ -48,7 +48,8 @@ PACKAGES = (
     "pdconn/sidechannel", "pdconn/lifecycle",
     "pdconn/planning", "pdconn/protocol", "pdconn/integrity", "registration", "transport",
     "pdconn/store", "pdconn/router", "pdconn/faults", "pdconn/tools/plan", "pdconn/tools/cli",
-    "pdconn/tools/doctor", "pdconn/tools/bench", "pdconn/tools/lab",
+    "pdconn/tools/doctor", "pdconn/tools/bench", "pdconn/tools/lab", "pdconn/tools/openai",
+    "pdconn/tools/output",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import pytest
 
-from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.bench.bench_errors import BadOption
 from pdconn.tools.cli.bench_serve import _bounds, _plan, _targets
 from pdconn.tools.cli.main import build_parser
 from pdconn.tools.doctor.given.judge import judge_given

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pdconn.tools.lab.demo import DemoPlan, demo_specs
+from pdconn.tools.lab.demo_run import DemoPlan, demo_specs
 from pdconn.tools.lab.engine import running
-from pdconn.tools.lab.errors import EngineDied
+from pdconn.tools.lab.lab_errors import EngineDied
 from pdconn.tools.lab.model import TINY, write_model
 
 

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from pdconn.router.access.middlewares import KeyValues
-from pdconn.tools.cli.logs import JsonFormatter
+from pdconn.tools.cli.proxy.proxy_logs import JsonFormatter
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, MODEL, stream_of

@@ -15,7 +15,7 @@ from pdconn.router.access.keys import ApiKeys
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.server import running_proxy
-from pdconn.tools.cli.serving import _warn_of_exposure
+from pdconn.tools.cli.proxy.serving import _warn_of_exposure
 from tests.fakes.credentials import Authority
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop

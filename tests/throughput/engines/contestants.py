@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pdconn.router.openai.bodies import lend_params
 from pdconn.tools.bench.serving.lineup import assign_engines
-from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, Timed, prefill_only
+from pdconn.tools.lab.client import Client, Timed, prefill_only
 from pdconn.tools.lab.engine import Engine
 
 #: The answer goes on after its first token, as answers do.
@@ -108,7 +109,7 @@ def both_legs_at_once(prefill: Engine, decode: Engine, prompt: Sequence[int]) ->
             second.stream, prompt, ANSWER_TOKENS, kv_transfer_params=place, request_id=request
         )
         began = time.perf_counter()
-        first.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE, request_id=request)
+        first.complete(prompt, 1, kv_transfer_params=lend_params(), request_id=request)
         answered = time.perf_counter()
         timed = asked.result()
     return Taken(answered - began, timed.sent_s + timed.first_token_s - answered, timed)

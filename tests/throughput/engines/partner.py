@@ -53,7 +53,7 @@ class Memory:
         arena = self._open.enter_context(BenchMemory(extent(rank.references), huge_pages=True))
         _fill(arena.memory.base, arena.memory.nbytes)
         self.references = placed(rank.references, arena.memory)
-        self.transport = PATHS["auto"].open(name)
+        self.transport = PATHS["auto"].open_transport(name)
         self.transport.register([arena.memory])
         self._ids = np.random.default_rng(5)
 

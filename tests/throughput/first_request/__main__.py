@@ -25,7 +25,7 @@ from pdconn.tools.bench.serving.lineup import CORES
 from pdconn.tools.lab.compare import make_prompts
 from pdconn.tools.lab.engine import running
 from pdconn.tools.lab.model import SPECS, write_model
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.throughput.first_request.kinds import (
     ALONE,
     KINDS,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.throughput.itl.phases import Phase
 
 PAIRS = (

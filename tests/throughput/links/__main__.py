@@ -24,7 +24,7 @@ from random import Random
 
 from pdconn.router.pulls.choose import FLOOR_TOKENS
 from pdconn.router.pulls.planner import PullPlanner
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.multinode.namespaces import NetworkFailed, why_not
 from tests.throughput.links.judged import Drawn, Engine, Judged, Outcome, Request, judge, outcome_of
 from tests.throughput.links.machines import STEP, TOKEN_BYTES, SideDied, joined

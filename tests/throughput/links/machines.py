@@ -31,8 +31,8 @@ from pdconn.sidechannel.security import Security
 from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.model import ModelShape, sorts_of
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.model_shape import ModelShape, sorts_of
 from registration.references import AttentionKind
 from tests.multinode.namespaces import Machine, Network
 
@@ -81,7 +81,7 @@ def hold(token_bytes: int, most: int, address: str) -> None:
     [described] = workload(token_bytes, most).theirs()
     with (
         BenchMemory(extent(described), huge_pages=PATHS["tcp"].huge_pages) as arena,
-        PATHS["tcp"].open("links-holder") as transport,
+        PATHS["tcp"].open_transport("links-holder") as transport,
     ):
         transport.register([arena.memory])
         rank = RankGeometry(0, 0, transport.address(), placed(described, arena.memory))
@@ -108,7 +108,7 @@ def pull(token_bytes: int, most: int, address: str, port: int) -> None:
     """Pull what each line orders; answer with the seconds and the bytes."""
     ours = workload(token_bytes, most).ours()
     with BenchMemory(extent(ours), huge_pages=PATHS["tcp"].huge_pages) as arena:
-        transport = PATHS["tcp"].open("links-puller")
+        transport = PATHS["tcp"].open_transport("links-puller")
         transport.register([arena.memory])
         me = Rank("puller", 0, 1, 0, placed(ours, arena.memory), TRAITS)
         with closing(Puller(me, transport, security=Security(insecure=True))) as puller:

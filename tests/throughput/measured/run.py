@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdconn.tools.bench.manifest import machine
 from pdconn.tools.bench.manifest import versions as manifest_versions
-from pdconn.tools.lab.errors import LabError
+from pdconn.tools.lab.lab_errors import LabError
 from pdconn.tools.lab.process import Process
 from tests.throughput.measured.catalog import Benchmark, Command
 from tests.throughput.measured.record import BenchmarkFailed, NotHere, Record, Run, without

@@ -24,7 +24,7 @@ from pathlib import Path
 import aiohttp
 
 from pdconn.tools.lab.proxy import running_proxy
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.throughput.mooncake.lines import (
     TRACE_BLOCK,
     Request,

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.throughput.proxy_cost.cost import ADDED_MS, RATIO, Row, measure
 from tests.throughput.proxy_cost.lag import LAG_MS, Lag, lags, probe
 

@@ -78,7 +78,7 @@ def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     from pdconn.router.events.subscriber import EventSource
     from pdconn.router.prefix.kv_events import Batch
     from pdconn.router.server import running_proxy as in_this_process
-    from pdconn.tools.cli.proxy.command import _loop_factory
+    from pdconn.tools.cli.proxy.proxy_command import _loop_factory
 
     seen: list[float] = []
     began, apply = time.time(), PrefixCaches.apply

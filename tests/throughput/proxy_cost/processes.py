@@ -29,7 +29,7 @@ def listening(
             time.sleep(0.05)
         yield process
     finally:
-        process.end()
+        process.end_all()
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from registration.references import (
     AttentionKind,
     GroupMemory,

@@ -29,7 +29,7 @@ from pdconn.tools.lab.engine import Engine, running
 from pdconn.tools.lab.model import HANDOVER, write_model
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from tests.throughput.itl.phases import stream
 from tests.vllm.engines.engines import transfer_config
 from tests.vllm.engines.store.stores import rows

@@ -36,7 +36,7 @@ from pdconn.store.rank.staging import HostArea
 from pdconn.store.rank.store import NUM_READERS
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.transfer import RecentRows
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 from registration.references import AttentionKind
 
 TOKENS = 256

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.protocol.framing import frame
-from pdconn.tools.bench.errors import LenderFailed, WrongBytes
+from pdconn.tools.bench.bench_errors import LenderFailed, WrongBytes
 from pdconn.tools.bench.percentile import percentile
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
 from pdconn.tools.bench.transfer.control import (
@@ -39,7 +39,7 @@ from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.cli.main import main
 from pdconn.tools.lab.ports import free_ports
-from pdconn.tools.plan.engine import parse_engine
+from pdconn.tools.plan.engine_shape import parse_engine
 from pdconn.tools.plan.shapes import built_in
 from transport import HOST, Memory, Spans
 
@@ -64,8 +64,8 @@ def control() -> Iterator[ControlConnection]:
 
 def opened(control: ControlConnection, **settings: object) -> object:
     asked = {"engine": parse_engine("tp=2", MODEL), "num_blocks": 9, "ranks": (0, 1), "path": "shm"}
-    control.send(Open(**{**asked, **settings}))
-    return control.receive()
+    control.send_message(Open(**{**asked, **settings}))
+    return control.receive_message()
 
 
 def test_a_lender_lends_gives_back_and_counts_its_cpu(control: ControlConnection) -> None:
@@ -74,8 +74,8 @@ def test_a_lender_lends_gives_back_and_counts_its_cpu(control: ControlConnection
     assert [one.rank for one in answer.lent] == [0, 1]
     assert answer.facts["nixl"]
     for message in (AskCpu(), Shut(), Shut()):
-        control.send(message)
-        used = control.receive()
+        control.send_message(message)
+        used = control.receive_message()
         assert isinstance(used, Used)
         assert used.cpu_s > 0
 
@@ -103,7 +103,7 @@ def test_an_invalid_message_ends_the_connection_with_a_reason() -> None:
     with ours:
         ours.sendall(frame(b"\x93nonsense"))
         with pytest.raises(LenderFailed, match="sent an invalid message"):
-            ControlConnection(theirs, AT_LENDER).receive()
+            ControlConnection(theirs, AT_LENDER).receive_message()
     theirs.close()
 
 
@@ -112,9 +112,9 @@ def test_an_answer_is_waited_for_no_longer_than_asked() -> None:
     with ours, theirs:
         waiting = ControlConnection(ours, AT_READER)
         with pytest.raises(LenderFailed, match=r"did not answer within 0\.05 s"):
-            waiting.receive(timeout_s=0.05)
-        ControlConnection(theirs, AT_LENDER).send(Used(1.0))
-        assert waiting.receive(timeout_s=60) == Used(1.0)
+            waiting.receive_message(timeout_s=0.05)
+        ControlConnection(theirs, AT_LENDER).send_message(Used(1.0))
+        assert waiting.receive_message(timeout_s=60) == Used(1.0)
 
 
 def test_every_byte_of_a_run_of_several_chunks_is_compared() -> None:
@@ -188,7 +188,7 @@ def test_a_reader_that_leaves_before_its_answer_leaves_no_traceback() -> None:
     """As Ctrl-C does; without the fix the lender's traceback came after "interrupted"."""
     ours, theirs = socket.socketpair()
     with ours:
-        ControlConnection(ours, AT_READER).send(AskCpu())
+        ControlConnection(ours, AT_READER).send_message(AskCpu())
     with theirs:
         fd = theirs.fileno()
         command = [sys.executable, "-m", "pdconn.tools.bench.transfer.lender", str(fd)]
@@ -198,10 +198,10 @@ def test_a_reader_that_leaves_before_its_answer_leaves_no_traceback() -> None:
 
 def test_wrong_bytes_are_noticed(lender: LocalLender) -> None:
     with CorruptingCase(workload(), PATHS["shm"], lender.control) as rig:
-        rig.check()
+        rig.check_bytes()
         rig.corrupts = True
         with pytest.raises(WrongBytes, match="request 0, rank 0: 1 bytes are wrong"):
-            rig.check()
+            rig.check_bytes()
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

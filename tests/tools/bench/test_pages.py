@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.transfer import workload
 from pdconn.tools.bench.transfer.arena import BenchMemory
-from pdconn.tools.bench.transfer.pages import allocate_rank
+from pdconn.tools.bench.transfer.bench_pages import allocate_rank
 from pdconn.tools.bench.transfer.workload import extent, placed
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.model_shape import ModelShape
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES
 from registration.references import KVCacheReferences
 from transport import Memory
@@ -89,7 +89,7 @@ def test_another_layout_lies_elsewhere() -> None:
 
 
 def test_without_torch_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pdconn.tools.bench.transfer.pages", None)
+    monkeypatch.setitem(sys.modules, "pdconn.tools.bench.transfer.bench_pages", None)
     shape = EngineShape(SHAPES[0])
     with (
         BenchMemory(1 << 12, huge_pages=False) as arena,
@@ -100,7 +100,7 @@ def test_without_torch_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyP
 
 def test_an_arena_gives_no_more_than_it_has() -> None:
     with BenchMemory(1 << 12, huge_pages=False) as arena:
-        assert arena.take(4000).data_ptr() == arena.memory.base
-        assert arena.take(96).data_ptr() == arena.memory.base + 4000
+        assert arena.take_tensor(4000).data_ptr() == arena.memory.base
+        assert arena.take_tensor(96).data_ptr() == arena.memory.base + 4000
         with pytest.raises(BenchError, match="memory: expected at most 0 bytes more, got 1"):
-            arena.take(1)
+            arena.take_tensor(1)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.bench.bench_errors import BadOption
+from pdconn.tools.bench.serving.answer_stream import TimedLine, read_answer
 from pdconn.tools.bench.serving.replies import (
     AnswerContent,
     CompleteReply,
@@ -18,11 +19,11 @@ from pdconn.tools.bench.serving.replies import (
     Reply,
     TurnResult,
 )
-from pdconn.tools.bench.serving.report import Report, render, to_json
 from pdconn.tools.bench.serving.schedule import due_times, order, prompts
-from pdconn.tools.bench.serving.stream import BrokenAnswer, TimedLine, read_answer
+from pdconn.tools.bench.serving.serve_report import ServeReport
 from pdconn.tools.bench.serving.summary import Bounds, Spread, check, summarise
 from pdconn.tools.bench.serving.turns import RunPlan
+from pdconn.tools.openai.completions import BrokenAnswer
 
 BOUNDS = Bounds(ttft_s=1.0, itl_s=0.1)
 PLAN = RunPlan(prompt_tokens=10, output_tokens=3, requests=2, rounds=1)
@@ -174,8 +175,8 @@ def test_a_plan_that_cannot_be_meant_is_refused(values: dict[str, float]) -> Non
 
 
 def test_a_spread_is_median_and_worst_of_few() -> None:
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 3.0)
-    assert Spread.of([]) is None
+    assert Spread.of_values([3.0, 1.0, 2.0]) == Spread(2.0, 3.0)
+    assert Spread.of_values([]) is None
 
 
 def test_a_request_is_good_if_it_keeps_both_bounds() -> None:
@@ -206,7 +207,7 @@ def test_goodput_counts_what_is_whole_right_and_in_time() -> None:
     assert (one.requests, one.failed, one.wrong, one.met) == (4, 1, 1, 1)
     assert one.goodput == 1 / 4.0
     assert one.throughput == 3 / 4.0
-    assert one.ttft == Spread.of([0.5, 2.0, 0.5])
+    assert one.ttft == Spread.of_values([0.5, 2.0, 0.5])
     assert summarise("ref", turns, answers, BOUNDS).met == 2
 
 
@@ -216,7 +217,7 @@ def test_gaps_are_pooled_over_requests_and_rounds() -> None:
         turn("one", complete(0, (1.0, 1.25, 2.25), 4, 5, 6), number=2),
     ]
     one = summarise("one", turns, check(turns, "one"), BOUNDS)
-    assert one.itl == Spread.of([0.5, 0.25, 1.0])
+    assert one.itl == Spread.of_values([0.5, 0.25, 1.0])
     assert one.seconds == 4.0
     assert one.handover is None
 
@@ -234,14 +235,20 @@ def test_an_answer_is_compared_within_its_round_only() -> None:
     ]
 
 
+def made(turns: list[TurnResult]) -> ServeReport:
+    return ServeReport.of_turns(
+        PLAN, BOUNDS, turns, ["ref", "one"], "ref", manifest={"when": "now"}
+    )
+
+
 def test_what_the_reference_did_not_answer_is_not_called_right() -> None:
     turns = [turn("ref", FailedReply(0, 0.0, "gone")), turn("one", complete(0, (1.0,), 4))]
     answers = check(turns, "ref")
     assert answers.unchecked == {(1, "one", 0)}
     assert summarise("one", turns, answers, BOUNDS).met == 0
-    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
+    report = made(turns)
     assert not report.is_good
-    assert "1 could not be compared: ref did not answer" in render(report)
+    assert "1 could not be compared: ref did not answer" in report.text()
 
 
 def test_the_table_and_the_document_say_what_came() -> None:
@@ -250,8 +257,8 @@ def test_the_table_and_the_document_say_what_came() -> None:
         turn("ref", answer, complete(1, (10.5,), 6)),
         replace(turn("one", answer, complete(1, (10.5,), 7)), others=0.25),
     ]
-    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
-    text = render(report)
+    report = made(turns)
+    text = report.text()
     row = next(line for line in text.splitlines() if line.strip().startswith("one")).split()
     assert row == [
         "one", "2", "500.0", "10,500.0", "100.0", "100.0", "25.0", "25.0", "1", "0.50", "1.00",
@@ -259,7 +266,7 @@ def test_the_table_and_the_document_say_what_came() -> None:
     ]  # fmt: skip
     assert "4 answers: 1 differ from those of ref" in text
     assert "more than 10% of this machine in 1 of 2 turns, at most 25% (one, round 1)" in text
-    document = json.loads(json.dumps(to_json(report, {"when": "now"})))
+    document = json.loads(json.dumps(report.document()))
     assert document["manifest"] == {"when": "now"}
     replies = document["turns"][1]["replies"]
     assert replies[0]["arrivals_s"] == pytest.approx([0.5, 0.6])
@@ -269,6 +276,6 @@ def test_the_table_and_the_document_say_what_came() -> None:
 
 def test_nothing_wrong_and_nothing_failed_is_good() -> None:
     turns = [turn(name, complete(0, (1.0,), 4)) for name in ("ref", "one")]
-    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
+    report = made(turns)
     assert report.is_good
-    assert "2 answers: none differs from that of ref" in render(report)
+    assert "2 answers: none differs from that of ref" in report.text()

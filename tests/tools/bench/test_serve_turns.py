@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.tools.bench.serving.client import service
 from pdconn.tools.bench.serving.contestants import (
     LocalEngines,
     Target,
@@ -19,6 +18,7 @@ from pdconn.tools.bench.serving.contestants import (
     running_contestants,
 )
 from pdconn.tools.bench.serving.replies import CompleteReply, FailedReply, Reply
+from pdconn.tools.bench.serving.service import service
 from pdconn.tools.bench.serving.turns import (
     WARMUP_REQUESTS,
     RunPlan,
@@ -27,7 +27,7 @@ from pdconn.tools.bench.serving.turns import (
     when_due,
 )
 from pdconn.tools.lab.engine import no_progress
-from pdconn.tools.lab.errors import EngineDied
+from pdconn.tools.lab.lab_errors import EngineDied
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import PATIENCE_S, in_loop
 from tests.fakes.fake_engine import FakeEngine, Seen, hang
@@ -155,7 +155,7 @@ class Puppet:
         self.dead = dead
         self.done: list[str] = []
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         if self.dead:
             raise EngineDied("puppet", 1, Path("log"), "")
 

@@ -18,7 +18,7 @@ from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import MethodResult, take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.shapes import built_in
 
 MODEL = built_in("llama-3.1-8b")

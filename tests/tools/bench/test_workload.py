@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.tools.bench.errors import BadOption
+from pdconn.tools.bench.bench_errors import BadOption
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
 from pdconn.tools.bench.transfer.methods import LayeredPairings, raw_reads
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed
-from pdconn.tools.plan.engine import EngineShape, parse_engine
-from pdconn.tools.plan.model import ModelShape, sorts_of
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
+from pdconn.tools.plan.model_shape import ModelShape, sorts_of
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.tables import RUN_BLOCKS, Ids, tables_of_requests
 from registration.references import AttentionKind
@@ -142,7 +142,7 @@ def test_layer_by_layer_moves_the_same_bytes_to_the_same_places(layout: str) -> 
     ours, theirs = workload.ours(), workload.theirs()
     [need], lent = workload.needs(), workload.lent[0].lists
     plan = workload.pairing(ours, theirs).plan(need, lent)
-    layered = LayeredPairings.of(ours, theirs).plan(need, lent)
+    layered = LayeredPairings.of_layers(ours, theirs).plan(need, lent)
     assert moved(plan.reads) == moved(layered)
     assert sum(len(spans) for _, spans in layered) >= plan.num_runs
 
@@ -150,7 +150,7 @@ def test_layer_by_layer_moves_the_same_bytes_to_the_same_places(layout: str) -> 
 def test_a_layered_cache_needs_a_run_per_layer_and_block() -> None:
     layered = Workload(engine(), engine(), 160).layered()
     ours, theirs = layered.ours(), layered.theirs()
-    reads = LayeredPairings.of(ours, theirs).plan(layered.needs()[0], layered.lent[0].lists)
+    reads = LayeredPairings.of_layers(ours, theirs).plan(layered.needs()[0], layered.lent[0].lists)
     assert sum(len(spans) for _, spans in reads) == 4 * 10
     assert extent(ours) == extent(Workload(engine(), engine(), 160).ours())
 

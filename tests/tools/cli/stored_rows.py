@@ -14,8 +14,8 @@ from pdconn.store.format.footer import Footer, checksum, encode_footer, row_nbyt
 from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.model import LayerSort, ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape
 from registration.references import AttentionKind
 
 BLOCK = 64

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.cli.completion import all_commands, bash_script, fish_script
+from pdconn.tools.cli.completion_command import all_commands, bash_script, fish_script
 from pdconn.tools.cli.main import COMMANDS, main
 
 BASH = bash_script(list(all_commands()))

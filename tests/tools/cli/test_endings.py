@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from pdconn.tools.cli import plan
+from pdconn.tools.cli import plan_command
 from pdconn.tools.cli.main import COMMANDS, main
 from tests.protocol.test_compat import engine
 
@@ -56,13 +56,15 @@ def test_a_bench_whose_result_is_not_read_fails_in_one_line():
 
 _DEMO = """
 import sys
-from pdconn.tools.cli import demo
+from pdconn.tools.cli import demo_command
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo import DemoRow, DemoAddresses
+from pdconn.tools.lab.demo_report import DemoRow
+from pdconn.tools.lab.demo_run import DemoAddresses
 
 row = DemoRow("p", 9, 1, 1, 1, 1, 1, 0.1, 0.1, 0.1, None)
-demo.run_demo = lambda plan, say, ended: ended([row], DemoAddresses("http://h:1", "http://h:2"))
-demo._draw = lambda rows, path: None
+served = DemoAddresses("http://h:1", "http://h:2")
+demo_command.run_demo = lambda plan, log_step, ended: ended([row], served)
+demo_command._draw = lambda rows, path: None
 sys.exit(main(["demo", "--model", "m", "--directory", sys.argv[1]]))
 """
 
@@ -119,7 +121,7 @@ def test_another_pipe_that_breaks_is_no_success(monkeypatch, capsys):
             ours.sendall(b"a")
         return 0
 
-    monkeypatch.setattr(plan, "run", lost)
+    monkeypatch.setattr(plan_command, "run", lost)
     assert main(["plan", "--model", "qwen3-8b"]) == 1
     assert capsys.readouterr().err == "pdconn plan: [Errno 32] Broken pipe\n"
 
@@ -233,7 +235,7 @@ def test_ctrl_c_before_a_command_runs_ends_with_130(monkeypatch, capsys):
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "configure", interrupt)
+    monkeypatch.setattr(plan_command, "configure", interrupt)
     assert main(["plan", "--list"]) == 130
     assert capsys.readouterr().err == "pdconn: interrupted\n"
 

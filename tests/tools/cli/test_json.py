@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.cli.completion import all_commands
+from pdconn.tools.cli.completion_command import all_commands
 from pdconn.tools.cli.main import COMMANDS, main
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples/snapshot.json")

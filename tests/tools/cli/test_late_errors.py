@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from pdconn.tools.cli import bench_serve, bench_transfer, demo
+from pdconn.tools.cli import bench_serve, bench_transfer, demo_command
 from pdconn.tools.cli.main import main
 
 ENGINE_PACKAGES = ("vllm", "torch", "nixl", "transformers", "safetensors", "tokenizers")
@@ -27,7 +27,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> NoReturn:
         raise Started
 
-    monkeypatch.setattr(demo, "run_demo", start)
+    monkeypatch.setattr(demo_command, "run_demo", start)
     monkeypatch.setattr(bench_transfer, "LocalLender", start)
     monkeypatch.setattr(bench_serve, "measure", start)
 
@@ -57,10 +57,16 @@ def one_line(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
         (["--model", "./nope"], "--model: expected a folder that exists"),
         (["--model", "models/gemma/1b"], "--model: expected a folder that exists"),
         (["--model", "{empty}"], "--model: expected a folder with a config.json"),
-        (["--json", "/nowhere/demo.json"], "--json: expected a file in a folder that exists"),
+        (
+            ["--json", "/nowhere/demo_command.json"],
+            "--json: expected a file in a folder that exists",
+        ),
         (["--json", "{empty}"], "--json: expected a file to write"),
-        (["--picture", "/nowhere/demo.png"], "--picture: expected a file in a folder that exists"),
-        (["--picture", "demo.xls"], "--picture: expected a suffix among"),
+        (
+            ["--picture", "/nowhere/demo_command.png"],
+            "--picture: expected a file in a folder that exists",
+        ),
+        (["--picture", "demo_command.xls"], "--picture: expected a suffix among"),
     ],
 )
 def test_the_demo_checks_all_options_before_engines_start(
@@ -101,15 +107,15 @@ def test_the_demo_starts_with_options_that_make_sense(
 def test_prompts_of_the_demo_fit_into_a_short_model(tmp_path: Path) -> None:
     """Without the fix the last prompt is longer than the model allows, and an engine refuses it."""
     for max_model_len in (137, 200, 1000, 1135, 1136, 4096):
-        plan = demo.DemoPlan("m", tmp_path, 100, max_tokens=16, max_model_len=max_model_len)
+        plan = demo_command.DemoPlan("m", tmp_path, 100, max_tokens=16, max_model_len=max_model_len)
         lengths = [len(prompt) for _, prompt in _prompts(plan)]
         assert max(lengths) + 16 <= max_model_len
         assert lengths[-1] == lengths[-2] + 120
     assert lengths[-2] == 1000  # with room for it
 
 
-def _prompts(plan: demo.DemoPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
-    from pdconn.tools.lab.demo import _prompts
+def _prompts(plan: demo_command.DemoPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
+    from pdconn.tools.lab.demo_run import _prompts
 
     return _prompts(plan)
 

@@ -10,14 +10,16 @@ import pytest
 
 from pdconn.planning.errors import Incompatible
 from pdconn.protocol.compat import Difference
-from pdconn.tools.cli import plan
+from pdconn.tools.cli import plan_command
 from pdconn.tools.cli.main import main
 from pdconn.tools.plan.advice import advise
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import forecast
-from pdconn.tools.plan.hf.families import FAMILIES
+from pdconn.tools.plan.forecast_report import ForecastReport
+from pdconn.tools.plan.hf.model_families import FAMILIES
 from pdconn.tools.plan.link import PRESETS, parse_link
 from pdconn.tools.plan.shapes import SHAPES, built_in
+from pdconn.tools.plan.shapes_report import ShapesReport
 from tests.tools.plan.published import PUBLISHED
 
 LLAMA = {
@@ -267,7 +269,7 @@ def test_engines_that_cannot_exchange_end_with_2(monkeypatch, capsys):
     def refuse(*_: object, **__: object) -> None:
         raise Incompatible(Difference("layer 0: window", "128", "256"))
 
-    monkeypatch.setattr(plan, "forecast", refuse)
+    monkeypatch.setattr(plan_command, "forecast", refuse)
     assert main(["plan", "--model", "qwen3-8b"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "window: theirs 128, ours 256" in line
@@ -330,10 +332,10 @@ def test_no_line_is_wider_than_the_terminal(width):
     )  # fmt: skip
     advice = advise(made)
     assert advice
-    lines = plan.render(made, advice, width).splitlines()
+    lines = ForecastReport(made, advice).text(width).splitlines()
     assert max(map(len, lines)) <= width
-    whole = plan.render(made, advice).splitlines()
+    whole = ForecastReport(made, advice).text().splitlines()
     assert max(map(len, whole)) > 130, "negative control: a pipe gets whole lines"
     cells = {cell for line in whole for cell in line.split()}
     assert cells <= {cell for line in lines for cell in line.split()}
-    assert max(map(len, plan._listing(width).splitlines())) <= width
+    assert max(map(len, ShapesReport().text(width).splitlines())) <= width

@@ -97,9 +97,10 @@ def test_long_work_shows_progress_on_a_terminal_and_the_result_alone_goes_to_the
     ours, theirs = pty.openpty()
     code = (
         "import sys, time; from pdconn.tools.cli.main import main\n"
-        "from pdconn.tools.cli.store import command\n"
-        "command.check_rows, real = (lambda *a: (time.sleep(0.02) or one for one in real(*a))),"
-        " command.check_rows\n"
+        "from pdconn.tools.cli.store import store_command\n"
+        "slow = lambda *a: (time.sleep(0.02) or one for one in real(*a))\n"
+        "store_command.check_rows, real = slow,"
+        " store_command.check_rows\n"
         f"sys.exit(main(['store', 'verify', {str(tmp_path)!r}]))"
     )
     done = subprocess.run(

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.cli.doctor.text import diagnosis_text
 from pdconn.tools.cli.main import main
-from pdconn.tools.doctor.findings import Checked, Diagnosis, Finding, Severity, fault, note, warning
+from pdconn.tools.doctor.diagnosis import Diagnosis
+from pdconn.tools.doctor.findings import Checked, Finding, Severity, fault, note, warning
 from pdconn.tools.doctor.probe import ProbeFacts, judge_probe, read_probe
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.plan.link import parse_link
@@ -36,7 +36,7 @@ def test_only_faults_make_it_unhealthy_and_the_worst_come_first() -> None:
 
 
 def test_each_finding_is_a_line_and_a_remedy() -> None:
-    text = diagnosis_text(Diagnosis([Checked("x", ("seen", "more"), (WARNING, FAULT))]))
+    text = Diagnosis([Checked("x", ("seen", "more"), (WARNING, FAULT))]).text()
     assert "fault    a.b: one: expected 1, got 2\nremedy   make it 1" in text
     assert "warning  c.d: two: slow\nremedy   make it fast" in text
     assert text.splitlines()[:2] == ["fault    x  seen", "            more"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.sidechannel.security import TlsFiles
-from pdconn.tools.doctor.local.credentials import (
+from pdconn.tools.doctor.local.credential_files import (
     SOON_S,
     CredentialFacts,
     judge_credentials,

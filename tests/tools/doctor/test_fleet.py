@@ -14,11 +14,10 @@ from pdconn.router.fleet.member import Role, parse_member
 from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.tools.cli.main import main
 from pdconn.tools.doctor import examine
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.fleet.channels import PairFacts, PullTimes, judge_pairs, judge_times
 from pdconn.tools.doctor.fleet.engines import (
     EngineFacts,
-    ServedModel,
     client_session,
     drift_of,
     judge_agreement,
@@ -26,11 +25,12 @@ from pdconn.tools.doctor.fleet.engines import (
     read_engines,
     trusting,
 )
-from pdconn.tools.doctor.fleet.events import EventFacts, judge_events, read_events
+from pdconn.tools.doctor.fleet.event_endpoints import EventFacts, judge_events, read_events
 from pdconn.tools.doctor.fleet.golden import MOST_PAIRS, golden_ids, golden_pairs, golden_prompt
 from pdconn.tools.doctor.fleet.traffic import judge_traffic, traffic_of
 from pdconn.tools.doctor.probe import ProbeFacts
 from pdconn.tools.lab.ports import free_ports
+from pdconn.tools.openai.served_models import ServedModel
 from tests.fakes.credentials import Authority
 from tests.fakes.event_loop import in_loop
 from tests.router.events.publisher import Publisher, two_ports

@@ -17,7 +17,13 @@ from pdconn.tools.doctor.local.devices import (
     seen_devices,
     ucx_lines,
 )
-from pdconn.tools.doctor.local.limits import GIB, HostLimits, judge_limits, read_limits, seen_limits
+from pdconn.tools.doctor.local.host_limits import (
+    GIB,
+    HostLimits,
+    judge_limits,
+    read_limits,
+    seen_limits,
+)
 from pdconn.tools.doctor.local.ucx import UcxAnswer, UcxFacts, UcxFile, judge_ucx, read_ucx
 from pdconn.tools.doctor.local.versions import InstalledVersions, fits, is_below, judge_versions
 
@@ -191,7 +197,7 @@ def test_a_host_without_network_says_so(tmp_path: Path) -> None:
 
 # --- limits -------------------------------------------------------------------------------
 
-GOOD = HostLimits(None, 65536, "madvise", "never", (8 * GIB, 8 * GIB), 1, False)
+GOOD = HostLimits(None, 65536, "madvise", (8 * GIB, 8 * GIB), 1, False)
 RDMA = Devices(rdma=(RdmaPort("mlx5_0", 1, True, 400.0, 0),))
 
 

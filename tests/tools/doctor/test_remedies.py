@@ -12,13 +12,13 @@ import pytest
 
 from pdconn.store.settings import StoreSettings
 from pdconn.tools.doctor.findings import Finding
-from pdconn.tools.doctor.fleet.events import EventFacts, judge_events
+from pdconn.tools.doctor.fleet.event_endpoints import EventFacts, judge_events
 from pdconn.tools.doctor.given.judge import judge_given, settings_of_given
 from pdconn.tools.doctor.given.read import read_given
-from pdconn.tools.doctor.local.credentials import judge_credentials, read_credentials
+from pdconn.tools.doctor.local.credential_files import judge_credentials, read_credentials
 from pdconn.tools.doctor.local.devices import Devices, NetDevice
-from pdconn.tools.doctor.local.limits import HostLimits, judge_limits, read_limits
-from pdconn.tools.doctor.local.store import judge_store, read_store
+from pdconn.tools.doctor.local.host_limits import HostLimits, judge_limits, read_limits
+from pdconn.tools.doctor.local.store_folder import judge_store, read_store
 from pdconn.tools.doctor.local.ucx import UcxFacts, judge_ucx
 from pdconn.tools.doctor.local.versions import InstalledVersions, judge_versions
 

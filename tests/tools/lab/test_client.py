@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_then_decode
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.router.openai.bodies import lend_params
+from pdconn.tools.lab.client import Client, prefill_then_decode
+from pdconn.tools.lab.lab_errors import RequestRefused
 
 _METRICS = """# HELP vllm:kv_cache_usage_perc usage
 vllm:cache_config_info{block_size="32",num_gpu_blocks="101"} 1.0
@@ -131,7 +132,7 @@ def test_the_ticket_passes_from_prefill_to_decode_untouched() -> None:
     with _serving(first) as prefill, _serving({"choices": [_choice(7, 8)]}) as decode:
         answer = prefill_then_decode(Client(prefill.url), Client(decode.url), [4, 5], 2)
     assert answer.tokens == (7, 8)
-    assert prefill.asked[0]["kv_transfer_params"] == dict(ASK_FOR_REMOTE_DECODE)
+    assert prefill.asked[0]["kv_transfer_params"] == lend_params()
     assert prefill.asked[0]["max_tokens"] == 1
     assert decode.asked[0]["kv_transfer_params"] == ticket
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.cli.demo import _draw, render
+from pdconn.tools.cli.demo_command import _draw
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo import DemoPlan, DemoRow, curl, demo_specs, draw
+from pdconn.tools.lab.demo_report import DemoReport, DemoRow
+from pdconn.tools.lab.demo_run import DemoPlan, curl, demo_specs, draw
 from pdconn.tools.lab.starting import StartingEngines
-from pdconn.tools.lab.table import table
+from pdconn.tools.output.table import table
 
 
 def row(mismatch: str | None = None) -> DemoRow:
@@ -24,12 +25,13 @@ def row(mismatch: str | None = None) -> DemoRow:
 
 
 def test_the_table_shows_bytes_times_and_verdicts() -> None:
-    lines = render([row(), row("token differs")]).splitlines()
+    report = DemoReport([row(), row("token differs")])
+    lines = report.text().splitlines()
     assert lines[-2].split() == [
         "1000", "2.000", "0.500", "7.000", "0.000", "12", "4.00", "2.50", "20.0", "yes"
     ]  # fmt: skip
     assert lines[-1].split()[-1] == "NO"
-    assert row().to_json()["gb_per_s"] == pytest.approx(2.5)
+    assert report.document()[0]["gb_per_s"] == pytest.approx(2.5)
 
 
 def test_columns_line_up() -> None:
@@ -100,9 +102,10 @@ def test_a_missing_dependency_is_named_before_anything_starts(
 
 _KEPT = """
 import sys
-from pdconn.tools.cli import demo
+from pdconn.tools.cli import demo_command
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo import DemoRow, DemoAddresses
+from pdconn.tools.lab.demo_report import DemoRow
+from pdconn.tools.lab.demo_run import DemoAddresses
 
 def run(plan, say, ended):
     wrong = "token differs" if sys.argv[2] == "wrong" else None
@@ -110,9 +113,9 @@ def run(plan, say, ended):
     ended([row], DemoAddresses("http://h:1", "http://h:2"))
     say("stopping")
 
-demo.check_dependencies = lambda: None
-demo.run_demo = run
-demo._draw = lambda rows, path: None
+demo_command.check_dependencies = lambda: None
+demo_command.run_demo = run
+demo_command._draw = lambda rows, path: None
 sys.exit(main(["demo", "--keep", "--model", "m", "--directory", sys.argv[1]]))
 """
 

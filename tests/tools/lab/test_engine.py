@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pdconn.tools.lab.engine import CPU_LIBRARIES, Engine, missing_libraries, running
-from pdconn.tools.lab.errors import EngineDied, EngineStartTimeout, PortInUse
+from pdconn.tools.lab.lab_errors import EngineDied, EngineStartTimeout, PortInUse
 from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.tools.lab.spec import EngineSpec
 
@@ -139,19 +139,19 @@ def test_whether_a_port_is_free_elsewhere_is_not_looked_at(tmp_path: Path) -> No
 
 def test_an_engine_that_dies_later_is_noticed(tmp_path: Path) -> None:
     with Engine(_spec(_HEALTHY), tmp_path) as engine:
-        engine.check()
+        engine.check_alive()
         assert engine._process is not None
         os.kill(engine.pid, signal.SIGKILL)
         give_up = time.monotonic() + 30
         while engine._process.ended() is None and time.monotonic() < give_up:
             time.sleep(0.02)
         with pytest.raises(EngineDied, match="exit status -9"):
-            engine.check()
+            engine.check_alive()
 
 
 def test_what_was_never_launched_is_no_running_engine(tmp_path: Path) -> None:
     with pytest.raises(EngineDied, match="never launched"):
-        Engine(_spec(_HEALTHY), tmp_path).check()
+        Engine(_spec(_HEALTHY), tmp_path).check_alive()
 
 
 def test_a_library_that_does_not_load_is_missing() -> None:

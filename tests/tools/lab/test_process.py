@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.errors import EngineDied
 from pdconn.tools.lab.keeper import descendants
+from pdconn.tools.lab.lab_errors import EngineDied
 from pdconn.tools.lab.process import Process, cause, tail
 
 _SAY_AND_SLEEP = "print('here', flush=True); import time; time.sleep(60)"
@@ -60,11 +60,11 @@ def test_what_is_asked_to_end_ends(tmp_path: Path) -> None:
     process = Process("server", _python(_SAY_AND_SLEEP), log)
     assert _logged(log) == "here\n"
     assert process.ended() is None
-    ended = process.end()
+    ended = process.end_all()
     assert ended.exit_code == -signal.SIGTERM
     assert ended.killed == ()
     assert not _is_alive(process.pid)
-    assert process.end() is ended
+    assert process.end_all() is ended
 
 
 def test_its_own_end_is_seen_with_status_and_last_words(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_ignores_the_request_is_killed_after_its_grace(tmp_path: Path) -> N
     log = tmp_path / "log"
     with Process("server", _python(_STUBBORN), log, grace_s=0.3) as process:
         _logged(log)
-        ended = process.end()
+        ended = process.end_all()
     assert ended.exit_code == -signal.SIGKILL
     assert 0.3 <= ended.seconds < 10  # which it has by default
     assert not _is_alive(process.pid)
@@ -96,7 +96,7 @@ def test_a_frozen_process_ends_too(tmp_path: Path) -> None:
     with Process("server", _python(_SAY_AND_SLEEP), log) as process:
         _logged(log)
         process.pause()
-        assert process.end().exit_code == -signal.SIGTERM
+        assert process.end_all().exit_code == -signal.SIGTERM
 
 
 def test_a_paused_process_stands_still_until_resumed(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_killed_keeper_takes_its_command_along(tmp_path: Path) -> None:
         _logged(log)
         process._keeper.kill()
         _wait_until(lambda: not _is_alive(process.pid))
-        assert process.end().exit_code is None
+        assert process.end_all().exit_code is None
 
 
 def test_temporary_files_go_with_the_process(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from pdconn.tools.plan.advice import advise, is_slow
-from pdconn.tools.plan.engine import EngineShape, parse_engine
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
 from pdconn.tools.plan.forecast import Forecast, forecast
 from pdconn.tools.plan.link import parse_link
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES, built_in
 
 
@@ -132,7 +132,7 @@ def test_a_faster_link_of_the_source_ends_that():
     sides = EngineShape(model), EngineShape(model, tp=4)
     made = forecast(*sides, 8192, 0, link, prefill_link=fast)
     assert made.slowest.side == "decode"
-    assert made.seconds == made.busiest.seconds(link)
+    assert made.seconds == made.busiest.pull_seconds(link)
     assert "busy-source" not in advice_of(made)
     slow = forecast(*sides, 8192, 0, link, prefill_link=parse_link("100Gb/s"))
     assert slow.seconds == pytest.approx(sum(slow.sent) / 12.5e9)

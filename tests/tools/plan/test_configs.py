@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from pdconn.tools.cli.main import main
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError, UnreadableConfig
-from pdconn.tools.plan.hf import geometry
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.hf.families import FAMILIES, Windows
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.hf import head_geometry
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.hf.model_families import FAMILIES, Windows
+from pdconn.tools.plan.model_shape import ModelShape
+from pdconn.tools.plan.plan_errors import ShapeError, UnreadableConfig
 from tests.tools.plan.published import PUBLISHED
 
 FOLDER = Path(__file__).parent / "configs"
@@ -61,7 +61,7 @@ def is_right(shape: ModelShape, expected: Json) -> bool:
     keys = ("layers", "kv_heads", "row_bytes_per_head", "window", "tokens_per_row")
     groups = [tuple(one[key] for key in keys) for one in expected["groups"]]
     states = [(one["layers"], one["bytes_per_layer"]) for one in expected["states"]]
-    ours = [(len(one.layers), one.state.nbytes(1)) for one in shape.states]
+    ours = [(len(one.layers), one.state.state_nbytes(1)) for one in shape.states]
     nbytes = shape.token_bytes
     sums = ("full_attention_bytes_per_token", "window_bytes_per_token", "state_bytes_per_request")
     return (
@@ -347,7 +347,7 @@ def test_what_says_nothing_is_no_reason_to_refuse(harmless: Json) -> None:
 
 def test_keys_that_are_not_looked_for_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without the check each of these is a plan that looks right."""
-    monkeypatch.setattr("pdconn.tools.plan.hf.config.check_geometry", lambda *_: None)
+    monkeypatch.setattr("pdconn.tools.plan.hf.config_json.check_geometry", lambda *_: None)
     passed_over = 0
     for key, value in FOREIGN.items():
         try:
@@ -418,7 +418,7 @@ def test_what_a_family_reads_is_a_key_of_geometry() -> None:
     free = {"mamba_ssm_cache_dtype", "n_groups", "no_rope_layers", "no_rope_layer_interval"}
     for family, known in FAMILIES.items():
         for key in known.reads - free:
-            assert geometry.is_geometry(key), (family, key)
+            assert head_geometry.is_geometry(key), (family, key)
     assert {known.windows for known in FAMILIES.values()} == set(Windows)
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.plan.engine import EngineShape, parse_engine, pipeline_stages
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine, pipeline_stages
 from pdconn.tools.plan.grouping import Paged, group_layers
-from pdconn.tools.plan.model import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.layouts import LAYOUTS as SIX
@@ -133,7 +133,7 @@ def test_every_rank_holds_its_stage_and_its_heads(shape):
          for h in range(ref.num_heads)}
         for rank in made
     ]  # fmt: skip
-    whole = {(sort.name(n), h) for sort in shape.sorts for n in sort.layers
+    whole = {(sort.layer_name(n), h) for sort in shape.sorts for n in sort.layers
              for h in range(sort.heads)}  # fmt: skip
     assert set().union(*held) == whole
     copies = 2 if heads == 1 else 1

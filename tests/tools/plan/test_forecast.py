@@ -8,11 +8,11 @@ import pytest
 
 from pdconn.planning.errors import Incompatible
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import Forecast, forecast
 from pdconn.tools.plan.link import PRESETS, Link, parse_link
-from pdconn.tools.plan.model import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, sorts_of
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from registration.references import AttentionKind
 
@@ -128,8 +128,8 @@ def test_totals_are_sums(shape):
         assert sum(getattr(cost, name) for cost in made.received) == total
         busiest = sum(getattr(group.busiest, name) for group in made.groups)
         assert busiest == getattr(made.busiest, name)
-    slowest = max(cost.seconds(LINK) for cost in made.received)
-    assert made.busiest.seconds(LINK) == slowest
+    slowest = max(cost.pull_seconds(LINK) for cost in made.received)
+    assert made.busiest.pull_seconds(LINK) == slowest
     assert made.seconds == max(slowest, max(made.sent) / 1e9)
 
 
@@ -147,7 +147,7 @@ def test_a_rank_that_is_read_sets_the_time_where_it_sends_more_than_any_rank_rea
     assert {cost.nbytes for cost in made.received} == {16384}
     assert made.seconds == pytest.approx(65536 / 1e9)
     assert (made.slowest.side, made.slowest.rank) == ("prefill", 0)
-    assert made.busiest.seconds(LINK) == pytest.approx(16384 / 1e9 + 1e-6)
+    assert made.busiest.pull_seconds(LINK) == pytest.approx(16384 / 1e9 + 1e-6)
 
 
 def test_a_rank_that_is_read_sets_no_limit_where_readers_copy():

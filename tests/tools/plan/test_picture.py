@@ -9,9 +9,9 @@ import pytest
 from pdconn.planning.layouts import LAYOUTS
 from pdconn.planning.plan import Pairing
 from pdconn.tools.plan.drawing.picture import draw
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.model import ModelShape, sorts_of
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.model_shape import ModelShape, sorts_of
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from registration.references import AttentionKind
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.tools.plan.drawing.picture import draw
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from tests.fakes.event_loop import in_loop
 from tests.router.page.browser import CHROMIUM, Page, browser

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pdconn.tools.plan.errors import ShapeError, UnreadableConfig
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.hf.families import FAMILIES
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.hf.model_families import FAMILIES
+from pdconn.tools.plan.model_shape import ModelShape
+from pdconn.tools.plan.plan_errors import ShapeError, UnreadableConfig
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from registration.references import AttentionKind
 

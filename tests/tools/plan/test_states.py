@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from pdconn.tools.plan.advice import advise
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError, UnreadableConfig
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import Forecast, forecast
-from pdconn.tools.plan.hf.config import model_shape
+from pdconn.tools.plan.forecast_report import ForecastReport
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.layer_states import ItemSizes, LayerState, Parts, mamba2
 from pdconn.tools.plan.link import Link
-from pdconn.tools.plan.model import LayerSort, ModelShape, StateSort
-from pdconn.tools.plan.report import to_json
-from pdconn.tools.plan.states import ItemSizes, LayerState, Parts, mamba2
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape, StateSort
+from pdconn.tools.plan.plan_errors import ShapeError, UnreadableConfig
 from registration.references import AttentionKind
 from tests.tools.plan.published import GEMMA_4, PUBLISHED
 
@@ -69,7 +69,7 @@ def test_every_rank_of_decode_gets_its_part_of_every_state(
     made = pull(name, their, our, 3000)
     tp = our.get("tp", 1)
     (sort,) = made.decode.model.states
-    assert made.total.state == len(sort.layers) * tp * sort.state.nbytes(tp)
+    assert made.total.state == len(sort.layers) * tp * sort.state.state_nbytes(tp)
     assert sum(group.cost.state for group in made.groups) == made.total.state
     assert sum(cost.state for cost in made.received) == made.total.state
     assert sum(made.sent) == made.total.nbytes
@@ -140,7 +140,7 @@ def test_an_engine_with_larger_blocks_keeps_them() -> None:
 
 def test_a_document_has_the_bytes_of_states() -> None:
     made = pull(NEMOTRON, {}, {"tp": 2}, 3000)
-    found = to_json(made, ())
+    found = ForecastReport(made, ()).document()
     assert found["total"]["state_bytes"] == made.total.state > 0
     assert sum(group["state_bytes"] for group in found["groups"]) == made.total.state
     assert {group["kind"] for group in found["groups"]} == {"mamba", "full_attention"}
@@ -156,11 +156,11 @@ def test_a_state_is_divided_by_its_parts() -> None:
     with pytest.raises(ShapeError, match="tp: expected a divisor of a state's 2 parts, got 4"):
         EngineShape(model, tp=4)
     # Three tokens of 32 channels and twice 2 x 16, in 2 bytes; 8 x 4 x 16 in 4.
-    assert state.nbytes(1) == 3 * (32 + 64) * 2 + 8 * 4 * 16 * 4
+    assert state.state_nbytes(1) == 3 * (32 + 64) * 2 + 8 * 4 * 16 * 4
     with pytest.raises(ShapeError, match="at least one"):
         StateSort((), state)
     shared = mamba2((8, 4), 1, 16, 4, ItemSizes(2, 4))
-    assert shared.nbytes(4) == 3 * (8 + 32) * 2 + 2 * 4 * 16 * 4
+    assert shared.state_nbytes(4) == 3 * (8 + 32) * 2 + 2 * 4 * 16 * 4
     EngineShape(ModelShape("one group", (StateSort((0,), shared), attention)), tp=8)
 
 

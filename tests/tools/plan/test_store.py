@@ -12,10 +12,10 @@ from pdconn.store.errors import FormatError
 from pdconn.store.format.boundaries import pieces
 from pdconn.store.format.layout import RowLayout
 from pdconn.tools.cli.main import main
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import ModelShape
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.store import cost
 from pdconn.tools.plan.store.cost import StoreForecast, forecast_store
@@ -190,11 +190,11 @@ def test_staging_carries_a_prompt_as_far_as_its_rows_fit(
     model: str, tp: int, staging: int, tokens: int
 ) -> None:
     one = made(model, tp=tp, staging=staging)
-    assert one.staged_tokens == tokens
+    assert one.staging.tokens == tokens
     assert one.boundary == 32_512
-    assert (one.staging_nbytes <= staging) == (tokens == one.boundary)
-    assert made(model, tp=tp, staging=one.staging_nbytes).staged_tokens == one.boundary
-    assert made(model, tp=tp, staging=one.staging_nbytes - 1).staged_tokens < one.boundary
+    assert (one.staging.needed_nbytes <= staging) == (tokens == one.boundary)
+    assert made(model, tp=tp, staging=one.staging.needed_nbytes).staging.tokens == one.boundary
+    assert made(model, tp=tp, staging=one.staging.needed_nbytes - 1).staging.tokens < one.boundary
 
 
 def test_a_store_that_is_slower_than_prefill_never_pays() -> None:

@@ -30,7 +30,7 @@ from pdconn.protocol.messages import Granted, Welcome
 from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
 from pdconn.tools.lab.compare import Answer, compare, make_prompts
 from pdconn.tools.lab.engine import Engine, wait_ready
-from pdconn.tools.lab.errors import EngineDied, RequestRefused
+from pdconn.tools.lab.lab_errors import EngineDied, RequestRefused
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
@@ -168,7 +168,7 @@ class Fleet:
     def revive(self, engine: Engine) -> None:
         """Start it again, on the same ports, if it is dead."""
         try:
-            engine.check()
+            engine.check_alive()
         except EngineDied:
             engine.launch()
             wait_ready([engine])

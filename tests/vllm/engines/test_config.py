@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pdconn.tools.lab.engine import Engine, wait_ready
-from pdconn.tools.lab.errors import EngineDied
+from pdconn.tools.lab.lab_errors import EngineDied
 
 
 def test_an_unknown_key_stops_the_engine_and_names_the_nearest(misconfigured: Engine) -> None:

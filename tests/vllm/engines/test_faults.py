@@ -26,7 +26,7 @@ from pdconn.protocol.messages import Confirmed, Granted, Renew
 from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.compare import Answer
 from pdconn.tools.lab.engine import Engine
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.vllm.engines.engines import Expected, Prompt
 from tests.vllm.engines.faulty import (
     CLAIM_TIMEOUT_S,
@@ -342,7 +342,7 @@ def test_a_decode_killed_again_and_again_costs_prefill_nothing(
             fleet.failing.kill()
             for each in asked:
                 assert isinstance(each.exception(WAIT_S), OSError)
-        prefill.check()
+        prefill.check_alive()
         assert fleet.serves(prefill)
         assert fleet.hands_over(fleet.decode)
     assert fleet.used(prefill, 2 * LEASE_S) == 0.0

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import pdconn
-from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only
+from pdconn.router.openai.bodies import lend_params
+from pdconn.tools.lab.client import Client, prefill_only
 from pdconn.tools.lab.compare import compare
 from tests.vllm.engines.engines import Expected, PdPair, Prompt, one_after_another
 
@@ -89,7 +90,7 @@ def hostile(model: str, ticket: Params) -> dict[str, tuple[str, dict[str, str]]]
         body(PROMPT, None, vllm_xargs={"kv_transfer_params": "a ticket"}),
         "r",
     )
-    whole["a request of a long name"] = body(PROMPT, dict(ASK_FOR_REMOTE_DECODE)), "r" * 600
+    whole["a request of a long name"] = body(PROMPT, lend_params()), "r" * 600
     requests = {
         name: (json.dumps({**content, "model": model}), {"X-Request-Id": request_id})
         for name, (content, request_id) in whole.items()

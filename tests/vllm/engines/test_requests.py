@@ -14,13 +14,14 @@ from urllib.parse import urlsplit
 import pytest
 
 from pdconn.protocol.auth import Secret
+from pdconn.router.openai.bodies import lend_params
 from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.credentials import load_secret
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
-from pdconn.tools.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only, prefill_then_decode
+from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
 from pdconn.tools.lab.compare import compare
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.vllm.engines.engines import (
     LEASE_S,
     MAX_TOKENS,
@@ -181,7 +182,7 @@ def test_several_answers_asked_of_prefill_are_one_lease(quiet: PdPair, expected:
         "max_tokens": 1,
         "temperature": 1.0,
         "n": 3,
-        "kv_transfer_params": dict(ASK_FOR_REMOTE_DECODE),
+        "kv_transfer_params": lend_params(),
     }
     ticket = quiet.prefill.post("/v1/completions", body)["kv_transfer_params"]
     answer = quiet.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket)
@@ -199,7 +200,7 @@ def test_a_request_of_a_name_that_no_ticket_may_have_is_not_lent(quiet: PdPair) 
             "model": quiet.prefill.model,
             "prompt": list(prompt),
             "max_tokens": 1,
-            "kv_transfer_params": dict(ASK_FOR_REMOTE_DECODE),
+            "kv_transfer_params": lend_params(),
         }
     )
     parts = urlsplit(quiet.prefill.url)
@@ -326,5 +327,5 @@ def test_one_flipped_byte_is_noticed(pair: PdPair, expected: Expected) -> None:
 
 
 def through(pair: PdPair, prompt: Prompt) -> Any:
-    ticket = pair.prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE)
+    ticket = pair.prefill.complete(prompt, 1, kv_transfer_params=lend_params())
     return pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket.kv_transfer_params)

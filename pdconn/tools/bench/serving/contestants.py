@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.serving.lineup import assign_engines, engine_specs
 from pdconn.tools.lab.engine import Engine, Progress, running
 from pdconn.tools.lab.proxy import admin_url, running_proxy
@@ -44,7 +44,7 @@ class Contestant(Protocol):
         """Its name in the table."""
 
     def active(self) -> AbstractContextManager[str]:
-        """Run it for one turn; gives the URL that it serves."""
+        """Runs the contestant for one turn; yields the URL that it serves."""
 
     def admin_of(self, url: str) -> str | None:
         """Where the ``pdconn proxy`` that serves ``url`` explains requests; None: there is none."""
@@ -63,11 +63,11 @@ class Target:
 
     @contextmanager
     def active(self) -> Iterator[str]:
-        """Give its URL; there is nothing to start."""
+        """Yields its URL; starts nothing."""
         yield self.url
 
     def admin_of(self, url: str) -> str | None:
-        """As it was given."""
+        """The admin URL that the target was given with."""
         del url
         return self.admin
 
@@ -89,7 +89,7 @@ class LocalEngines:
         """
         try:
             for engine in self.engines:
-                engine.check()
+                engine.check_alive()
                 engine.resume()
             with self._served() as url:
                 yield url
@@ -97,7 +97,7 @@ class LocalEngines:
             self.freeze()
 
     def admin_of(self, url: str) -> str | None:
-        """The router's, if its engines are behind one."""
+        """The admin URL of the router, where the engines are behind one."""
         return None if len(self.engines) == 1 else admin_url(url)
 
     def freeze(self) -> None:

@@ -34,7 +34,7 @@ class Spread:
     p99_s: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
+    def of_values(cls, values: Iterable[float]) -> Spread | None:
         """The spread of ``values``; None if there are none."""
         known = list(values)
         return cls(percentile(known, 0.5), percentile(known, 0.99)) if known else None
@@ -140,9 +140,9 @@ def summarise(
         num_requests,
         num_requests - len(replies),
         len(wrong),
-        Spread.of(reply.ttft_s for reply in replies),
-        Spread.of(gap for reply in replies for gap in reply.gaps_s),
-        Spread.of(reply.handover_s for reply in replies if reply.handover_s is not None),
+        Spread.of_values(reply.ttft_s for reply in replies),
+        Spread.of_values(gap for reply in replies for gap in reply.gaps_s),
+        Spread.of_values(reply.handover_s for reply in replies if reply.handover_s is not None),
         sum(bounds.hold(one) and (number, one.prompt) not in doubtful for number, one in complete),
         sum(turn.seconds for turn in turns),
     )

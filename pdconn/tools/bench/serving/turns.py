@@ -12,14 +12,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from pdconn.tools.bench.errors import BadOption
-from pdconn.tools.bench.serving.client import Service, TargetFailed, service
+from pdconn.tools.bench.bench_errors import BadOption
 from pdconn.tools.bench.serving.contestants import Contestant
 from pdconn.tools.bench.serving.replies import FailedReply, Reply, TurnResult
 from pdconn.tools.bench.serving.schedule import due_times, order, prompts
+from pdconn.tools.bench.serving.service import Service, TargetFailed, service
 from pdconn.tools.lab.quiet import Neighbours
+from pdconn.tools.output.progress_line import LogStep
 
-Log = Callable[[str], None]
 Ask = Callable[[int, float | None], Awaitable[Reply]]
 
 WARMUP_REQUESTS = 2
@@ -64,7 +64,7 @@ class RunPlan:
 
 
 def measure(
-    contestants: Sequence[Contestant], plan: RunPlan, log: Log, *, watch: bool
+    contestants: Sequence[Contestant], plan: RunPlan, log_step: LogStep, *, watch: bool
 ) -> list[TurnResult]:
     """Measure every contestant in every round.
 
@@ -83,7 +83,7 @@ def measure(
                 admin = by_name[name].admin_of(url)
                 turn = asyncio.run(_turn(name, url, plan, number, admin=admin, watch=watch))
             turns.append(turn)
-            log(f"round {number} of {plan.rounds}: {name}: {_in_words(turn)}")
+            log_step(f"round {number} of {plan.rounds}: {name}: {_in_words(turn)}")
     return turns
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.interrupts import raise_noted
 from transport import Memory, Spans
 from transport.closing import Closing
@@ -51,7 +51,7 @@ class BenchMemory(Closing):
         self._taken = 0
         self.blank()
 
-    def take(self, nbytes: int) -> Any:
+    def take_tensor(self, nbytes: int) -> Any:
         """The next ``nbytes`` bytes as an int8 tensor, which must not outlive the memory.
 
         Raises:

@@ -24,9 +24,9 @@ import msgspec
 
 from pdconn.protocol.errors import FrameError
 from pdconn.protocol.framing import Frames, frame
-from pdconn.tools.bench.errors import LenderFailed
+from pdconn.tools.bench.bench_errors import LenderFailed
 from pdconn.tools.bench.interrupts import interruptible
-from pdconn.tools.plan.engine import EngineShape
+from pdconn.tools.plan.engine_shape import EngineShape
 from registration.references import KVCacheReferences
 
 _MAX_FRAME = 64 << 20
@@ -112,14 +112,14 @@ class ControlConnection(Generic[Incoming]):
         self._arrivals = select.poll()
         self._arrivals.register(sock, select.POLLIN)
 
-    def send(self, message: ToLender | FromLender) -> None:
+    def send_message(self, message: ToLender | FromLender) -> None:
         """Send one message."""
         try:
             self._sock.sendall(frame(msgspec.msgpack.encode(message)))
         except OSError as error:
             raise LenderFailed(f"the other side is gone: {error}") from error
 
-    def receive(self, timeout_s: float | None = None) -> Incoming | None:
+    def receive_message(self, timeout_s: float | None = None) -> Incoming | None:
         """The next message; None once the other side has closed the connection.
 
         Raises:

@@ -12,10 +12,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
-from pdconn.tools.bench.errors import BadOption, BenchError, LenderFailed
+from pdconn.tools.bench.bench_errors import BadOption, BenchError, LenderFailed
 from pdconn.tools.bench.interrupts import interruptible
 from pdconn.tools.bench.manifest import machine
 from pdconn.tools.bench.transfer.arena import BenchMemory
@@ -36,6 +36,7 @@ from pdconn.tools.bench.transfer.mooncake import Mooncake
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import allocated, extent
 from pdconn.tools.lab.keeper import die_with_parent
+from pdconn.tools.output.progress_line import LogStep
 from transport import TransportError
 from transport.closing import Closing
 
@@ -79,13 +80,13 @@ class BenchLender(Closing):
             self._stack.enter_context(arena)
             references = allocated(asked.engine, rank, asked.num_blocks, arena)
             arena.fill(seed=rank)
-            transport = self._stack.enter_context(path.open(f"bench-lender-{rank}"))
+            transport = self._stack.enter_context(path.open_transport(f"bench-lender-{rank}"))
             transport.register([arena.memory])
             base, nbytes = arena.memory.base, arena.memory.nbytes
             lent.append(Lent(rank, base, nbytes, references, transport.address()))
             facts |= transport.describe()
             if rival is not None:
-                rival.register(arena.memory)
+                rival.register_memory(arena.memory)
         return Opened(tuple(lent), facts, "" if rival is None else rival.address)
 
 
@@ -93,7 +94,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
     """Serve one reader until it disconnects."""
     lending: BenchLender | None = None
     try:
-        while (message := control.receive()) is not None:
+        while (message := control.receive_message()) is not None:
             answer: FromLender = Used(time.process_time())
             if isinstance(message, Open | Shut) and lending is not None:
                 lending.close()
@@ -105,7 +106,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
                 except (BenchError, TransportError, ValueError) as error:
                     answer = CannotLend(f"{type(error).__name__}: {error}")
             try:
-                control.send(answer)
+                control.send_message(answer)
             except LenderFailed:  # it has disconnected: one that is interrupted does not wait
                 return
     finally:
@@ -114,7 +115,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
         control.close()
 
 
-def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) -> None:
+def listen(host: str, port: int, max_nbytes: int, log_step: LogStep) -> None:
     """Serve one reader after the other until interrupted.
 
     Raises:
@@ -123,16 +124,16 @@ def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) ->
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as server:
         at = server.getsockname()
-        log(f"listening on {at[0]}:{at[1]}; lends at most {max_nbytes:,} bytes")
+        log_step(f"listening on {at[0]}:{at[1]}; lends at most {max_nbytes:,} bytes")
         while True:
             with interruptible():
                 sock, peer = server.accept()
-            log(f"{peer[0]} connected")
+            log_step(f"{peer[0]} connected")
             try:
                 lend(ControlConnection(sock, AT_LENDER), max_nbytes)
             except LenderFailed as error:
-                log(f"{peer[0]}: {error}")
-            log(f"{peer[0]} disconnected")
+                log_step(f"{peer[0]}: {error}")
+            log_step(f"{peer[0]} disconnected")
 
 
 class LocalLender(Closing):

@@ -50,7 +50,7 @@ class LayeredPairings:
     pairings: tuple[Pairing, ...]
 
     @classmethod
-    def of(
+    def of_layers(
         cls, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], spread: int = 0
     ) -> LayeredPairings:
         """Pair every layer of ours by itself."""
@@ -82,7 +82,7 @@ def raw_reads(reads: ReadsByRank, local: Memory, remote: Mapping[int, Memory]) -
 
 
 def one_piece(local: int, remote: int, nbytes: int) -> Spans:
-    """A single run."""
+    """Spans of a single run."""
     here, there, length = np.array([[local], [remote], [nbytes]], dtype=np.uint64)
     return Spans(here, there, length)
 
@@ -97,7 +97,7 @@ def _only(references: KVCacheReferences, layer: str) -> KVCacheReferences:
 
 
 def _number_in(layer: str) -> tuple[int, str]:
-    """By the layer's number, then by the part of it."""
+    """Sort key: the layer's number, then its name."""
     digits = "".join(part for part in layer.split(".") if part.isdigit())
     return int(digits or 0), layer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from transport import Memory, Spans
 
 _BATCH = 512
@@ -37,12 +37,12 @@ class Mooncake:
         self.address = f"{host}:{self._engine.get_rpc_port()}"
         self._memories: list[int] = []
 
-    def register(self, memory: Memory) -> None:
+    def register_memory(self, memory: Memory) -> None:
         """Register ``memory``, to be read by peers or read into."""
         _check("register", self._engine.register_memory(memory.base, memory.nbytes))
         self._memories.append(memory.base)
 
-    def read(self, address: str, spans: Spans) -> None:
+    def read_spans(self, address: str, spans: Spans) -> None:
         """Copy ``spans`` from the engine at ``address``; returns when all bytes have arrived."""
         local, remote, nbytes = (
             column.tolist() for column in (spans.local, spans.remote, spans.nbytes)

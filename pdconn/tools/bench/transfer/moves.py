@@ -12,7 +12,7 @@ from pdconn.puller.reader_thread import HeldTransport, ReaderThread
 from pdconn.puller.reads import JobResult, Read, ReadSettled
 from pdconn.sidechannel.clock import steady
 from pdconn.threads import Box, ThreadDied
-from pdconn.tools.bench.errors import BenchError
+from pdconn.tools.bench.bench_errors import BenchError
 from pdconn.tools.bench.interrupts import interruptible, raise_noted
 from pdconn.tools.bench.transfer.methods import Method, ReadsByRank
 from transport import PeerId, Settled, Transport
@@ -62,7 +62,7 @@ class MoveTally:
         """Whether every read of every request has settled."""
         return len(self._ends) == len(self._open)
 
-    def add(self, request: int, settled: Settled, at: float) -> None:
+    def add_settled(self, request: int, settled: Settled, at: float) -> None:
         """Add a read that settled at ``at``."""
         if settled.error is not None:
             raise BenchError(f"a read failed: {settled.error}") from settled.error
@@ -122,10 +122,12 @@ class Mover:
                 continue
             if not isinstance(news, ReadSettled) or not isinstance(news.tag, int):
                 raise BenchError(f"unexpected report of the reader: {news}")
-            tally.add(news.tag, news.settled, news.at)
+            tally.add_settled(news.tag, news.settled, news.at)
         return tally.sample(method, began, plan_s)
 
-    def read(self, method: Method, planned: Sequence[ReadsByRank], pause_s: float) -> Sample:
+    def read_planned(
+        self, method: Method, planned: Sequence[ReadsByRank], pause_s: float
+    ) -> Sample:
         """Post everything and poll, resting ``pause_s`` in between.
 
         Raises:
@@ -142,7 +144,7 @@ class Mover:
             for read in list(posted):
                 settled = self._transport.poll(read)
                 if settled is not None:
-                    tally.add(posted.pop(read), settled, steady())
+                    tally.add_settled(posted.pop(read), settled, steady())
             if posted and pause_s:
                 time.sleep(pause_s)
             if steady() - began > READ_TIMEOUT_S:
@@ -154,6 +156,6 @@ class Mover:
         return min(
             _PAUSES_S,
             key=lambda pause_s: min(
-                self.read(Method.RAW, planned, pause_s).wall_s for _ in range(3)
+                self.read_planned(Method.RAW, planned, pause_s).wall_s for _ in range(3)
             ),
         )

@@ -27,7 +27,7 @@ class Path:
     words: str
     backend: Literal["nixl", "ucx"] = "nixl"
 
-    def open(self, name: str) -> Transport:
+    def open_transport(self, name: str) -> Transport:
         """A transport called ``name`` that uses this path.
 
         Raises:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from pdconn.sidechannel.clock import steady
-from pdconn.tools.bench.errors import LenderFailed, WrongBytes
+from pdconn.tools.bench.bench_errors import LenderFailed, WrongBytes
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
 from pdconn.tools.bench.transfer.control import (
     AskCpu,
@@ -73,7 +73,7 @@ class OpenCase(Closing):
             sample, reader_cpu_s=after - before, lender_cpu_s=lender_after - lender_before
         )
 
-    def check(self) -> None:
+    def check_bytes(self) -> None:
         """Pull once and compare the bytes with the lender's; likewise with Mooncake.
 
         Raises:
@@ -126,7 +126,9 @@ class OpenCase(Closing):
         self._ours = allocated(
             workload.decode, workload.rank, workload.taken[0].num_blocks, self._arena
         )
-        self._transport: Transport = self._stack.enter_context(self.path.open("bench-reader"))
+        self._transport: Transport = self._stack.enter_context(
+            self.path.open_transport("bench-reader")
+        )
         self._transport.register([self._arena.memory])
         self._remote = {one.rank: Memory(one.base, one.nbytes) for one in opened.lent}
         self._theirs = workload.theirs()  # of ranks that we do not read from, at made-up addresses
@@ -148,7 +150,7 @@ class OpenCase(Closing):
             for need, tables in zip(workload.needs(), workload.lent, strict=True)
         ]
         self._planned = [pairing.plan(need, lent).reads for need, lent in wanted]
-        layered = LayeredPairings.of(
+        layered = LayeredPairings.of_layers(
             *self._placed(workload.layered()), workload.rank % workload.decode.tp
         )
         by_layer = [layered.plan(need, lent) for need, lent in wanted]
@@ -156,8 +158,8 @@ class OpenCase(Closing):
         moves, pause_s = self._moves, self._moves.best_pause(raw)
         self._measures: dict[Method, Callable[[], Sample]] = {
             Method.PDCONN: lambda: moves.pull(Method.PDCONN, pairing, wanted),
-            Method.LAYERED: lambda: moves.read(Method.LAYERED, by_layer, pause_s),
-            Method.RAW: lambda: moves.read(Method.RAW, raw, pause_s),
+            Method.LAYERED: lambda: moves.read_planned(Method.LAYERED, by_layer, pause_s),
+            Method.RAW: lambda: moves.read_planned(Method.RAW, raw, pause_s),
             Method.MEMCPY: self._copy,
         }
         if self._mooncake is not None:
@@ -189,7 +191,7 @@ class OpenCase(Closing):
     def _open_mooncake(self) -> Mooncake:
         rival = Mooncake()
         self._stack.callback(rival.close)
-        rival.register(self._arena.memory)
+        rival.register_memory(self._arena.memory)
         return rival
 
     def _read_mooncake(self) -> Sample:
@@ -197,7 +199,7 @@ class OpenCase(Closing):
         nbytes, runs, began = 0, 0, steady()
         for reads in self._planned:
             for _, spans in reads:
-                self._mooncake.read(self._mooncake_address, spans)
+                self._mooncake.read_spans(self._mooncake_address, spans)
                 nbytes += spans.total_bytes
                 runs += len(spans)
         return Sample(Method.MOONCAKE, nbytes, runs, steady() - began)
@@ -213,8 +215,8 @@ class OpenCase(Closing):
     # The lender
 
     def _ask(self, message: Open) -> Opened:
-        self._control.send(message)
-        match self._control.receive():
+        self._control.send_message(message)
+        match self._control.receive_message():
             case Opened() as opened:
                 return opened
             case CannotLend(why):
@@ -223,12 +225,12 @@ class OpenCase(Closing):
                 raise LenderFailed(f"the lender: expected what it lends, got {other}")
 
     def _lender_cpu(self) -> float:
-        self._control.send(AskCpu())
-        answer = self._control.receive()
+        self._control.send_message(AskCpu())
+        answer = self._control.receive_message()
         if not isinstance(answer, Used):
             raise LenderFailed(f"the lender: expected CPU seconds, got {answer}")
         return answer.cpu_s
 
     def _shut(self) -> None:
-        self._control.send(Shut())
-        self._control.receive(_SHUT_S)
+        self._control.send_message(Shut())
+        self._control.receive_message(_SHUT_S)

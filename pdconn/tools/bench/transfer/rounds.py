@@ -8,59 +8,80 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.tools.bench.percentile import percentile
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.moves import Sample
 from pdconn.tools.bench.transfer.rig import OpenCase
+from pdconn.tools.output.progress_line import LogStep
 
-Log = Callable[[str], None]
+
+@dataclass(frozen=True, slots=True)
+class MethodTimes:
+    """Seconds: medians over the rounds, the 99th percentile (of few rounds: the slowest), and all.
+
+    ``plan_s`` and ``post_s`` are parts of the wall time.
+    """
+
+    wall_p50_s: float
+    wall_p99_s: float
+    plan_s: float
+    post_s: float
+    walls_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCost:
+    """Processor seconds per gigabyte: medians over the rounds."""
+
+    reader_s_per_gb: float
+    lender_s_per_gb: float
 
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
     """One method over all rounds.
 
-    Times are medians and the 99th percentile (of few rounds: the slowest), in seconds;
-    ``of_raw`` is the throughput relative to raw's in the same round, ``slowest_pull``
-    the slowest request's time over the median request's.  CPU is seconds per gigabyte.
+    ``of_raw`` is the throughput relative to raw's in the same round, ``of_alone`` relative to a
+    single request's, ``slowest_pull`` the slowest request's time over the median request's.
     """
 
     method: Method
     nbytes: int
     runs: int
-    wall_p50_s: float
-    wall_p99_s: float
-    plan_s: float
-    post_s: float
-    bytes_per_s: float
+    times: MethodTimes
     of_raw: float | None
     of_alone: float | None
     slowest_pull: float | None
-    reader_cpu_s_per_gb: float
-    lender_cpu_s_per_gb: float
-    walls_s: tuple[float, ...]
+    cpu: CpuCost
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The throughput of the median round."""
+        return self.nbytes / self.times.wall_p50_s
 
 
-def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, log: Log) -> list[MethodResult]:
+def take_rounds(
+    rig: OpenCase, rounds: int, rng: random.Random, log_step: LogStep
+) -> list[MethodResult]:
     """Warm up, check the bytes, measure, check again.
 
     Raises:
         WrongBytes: a pull brought other bytes than the lender's.
         BenchError: a read failed, or timed out.
     """
-    log("checking the bytes")
-    rig.check()
+    log_step("checking the bytes")
+    rig.check_bytes()
     for method in rig.methods:
         rig.measure(method)
     samples_by_method: dict[Method, list[Sample]] = {method: [] for method in rig.methods}
     for number in range(1, rounds + 1):
         for method in rng.sample(rig.methods, len(rig.methods)):
-            log(f"round {number} of {rounds}: {method}")
+            log_step(f"round {number} of {rounds}: {method}")
             samples_by_method[method].append(rig.measure(method))
-    rig.check()
+    rig.check_bytes()
     return [
         _result(method, samples, samples_by_method) for method, samples in samples_by_method.items()
     ]
@@ -71,21 +92,26 @@ def _result(
 ) -> MethodResult:
     walls = [sample.wall_s for sample in samples]
     nbytes = samples[0].nbytes
-    return MethodResult(
-        method,
-        nbytes,
-        samples[0].runs,
+    times = MethodTimes(
         percentile(walls, 0.5),
         percentile(walls, 0.99),
         statistics.median(sample.plan_s for sample in samples),
         statistics.median(sample.post_s for sample in samples),
-        nbytes / percentile(walls, 0.5),
-        _relative(samples, samples_by_method.get(Method.RAW)),
-        _relative(samples, samples_by_method.get(Method.ALONE)),
-        _slowest(samples),
+        tuple(walls),
+    )
+    cpu = CpuCost(
         statistics.median(sample.reader_cpu_s for sample in samples) / nbytes * 1e9,
         statistics.median(sample.lender_cpu_s for sample in samples) / nbytes * 1e9,
-        tuple(walls),
+    )
+    return MethodResult(
+        method,
+        nbytes,
+        samples[0].runs,
+        times,
+        of_raw=_relative(samples, samples_by_method.get(Method.RAW)),
+        of_alone=_relative(samples, samples_by_method.get(Method.ALONE)),
+        slowest_pull=_slowest(samples),
+        cpu=cpu,
     )
 
 

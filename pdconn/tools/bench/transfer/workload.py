@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pdconn.planning.plan import Need, Pairing
-from pdconn.tools.bench.errors import BadOption, BenchError
+from pdconn.tools.bench.bench_errors import BadOption, BenchError
 from pdconn.tools.bench.transfer.arena import BenchMemory
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.tables import IDS, Ids, Tables, tables_of_requests
 from registration.references import KVCacheReferences
 from transport import Memory
@@ -119,10 +119,10 @@ def allocated(
         BenchError: torch is not installed, or the arena is too small.
     """
     try:
-        from pdconn.tools.bench.transfer.pages import allocate_rank
+        from pdconn.tools.bench.transfer.bench_pages import allocate_rank
     except ImportError as error:
         raise BenchError(f"torch, which allocates memory, cannot be imported: {error}") from error
-    return allocate_rank(engine, rank, num_blocks, arena.take).references
+    return allocate_rank(engine, rank, num_blocks, arena.take_tensor).references
 
 
 def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:

@@ -47,8 +47,10 @@ def _address(where: str, users: Sequence[GoldenFacts], found: ChannelFacts) -> I
     named = {one.engine_id for one in users} - {None}
     seen = None if found.described is None else found.described.engine_id
     if pulled and (found.error is not None or (seen is not None and named and seen not in named)):
-        who = "nothing answers this host there" if seen is None else f"engine {seen} answers here"
-        message = f"{pulled[0].decode} pulled by it, though {who}"
+        answer = (
+            "nothing answers this host there" if seen is None else f"engine {seen} answers here"
+        )
+        message = f"{pulled[0].decode} pulled by it, though {answer}"
         if found.is_refused:
             yield fault("channel.credentials", where, found.error or "", CREDENTIALS)
             return
@@ -75,7 +77,7 @@ def _loopback(where: str, users: Sequence[GoldenFacts]) -> Iterator[Finding]:
     for one in users:
         engine = one.decode.partition("://")[2].rpartition(":")[0].strip("[]")
         if is_loopback(engine):
-            continue  # decode is here, too, or behind a forwarded port: nothing to be told from it
+            continue  # decode is here, too, or behind a forwarded port: it shows nothing
         message = f"loopback: it answers on this host, and decode at {engine} "
         if one.failed:
             message += "failed to pull by it"

@@ -20,10 +20,10 @@ from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.session import Unauthenticated
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 from pdconn.tools.doctor.fleet.traffic import SMALL_RUN_NBYTES
-from pdconn.tools.doctor.local.limits import sized
+from pdconn.tools.doctor.local.host_limits import sized
 from registration import AttentionKind, RegistrationError
 
 _AT_ONCE = 16
@@ -173,7 +173,7 @@ def _pair(lender: ChannelFacts, reader: ChannelFacts) -> PairFacts:
 
 
 def seen_pair(pair: PairFacts) -> str:
-    """A line of it."""
+    """One line about a pair."""
     between = f"{pair.decode} from {pair.prefill}"
     if pair.obstacles:
         return f"{between}: cannot pull"
@@ -217,8 +217,8 @@ class PullTimes:
         what = "measured" if self.is_measured else "link's"
         return f"at the {what} {self.bytes_per_s / 1e9:.3g} GB/s"
 
-    def seconds(self, pair: PairFacts) -> float:
-        """Of a pull of the longest prompt, full attention alone: at least so long."""
+    def pull_seconds(self, pair: PairFacts) -> float:
+        """The least time of a pull of the longest prompt: that of its full attention."""
         return pair.token_nbytes * self.max_tokens / self.bytes_per_s
 
 
@@ -227,7 +227,7 @@ def judge_times(pairs: Sequence[PairFacts], times: PullTimes) -> Iterator[Findin
     for pair in pairs:
         if pair.obstacles:
             continue
-        seconds, nbytes = times.seconds(pair), int(pair.token_nbytes * times.max_tokens)
+        seconds, nbytes = times.pull_seconds(pair), int(pair.token_nbytes * times.max_tokens)
         subject = f"{pair.decode} from {pair.prefill}"
         what = f"a pull of {times.max_tokens:,} tokens ({sized(nbytes)})"
         pull = f"{what} takes {seconds:.1f} s {times.speed}"

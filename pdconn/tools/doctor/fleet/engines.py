@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import json
 import ssl
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
+import msgspec
 
 from pdconn.router.fleet.client import reason_of
 from pdconn.router.fleet.member import Member, Role
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
+from pdconn.tools.openai.async_client import OK, AsyncClient
+from pdconn.tools.openai.served_models import ServedModel, listed_models
 
-MAX_PAGE_NBYTES = 16 << 20
 CLOCK_DRIFT_S = 5.0
 """Leases need no common clock; certificates, logs and the age of KV events do."""
 _DATE_STEP_S = 1.0
 """The Date header's resolution."""
-_OK = 200
 _UNTRUSTED = "its certificate is not trusted here"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model of ``/v1/models``; the length is None where the engine does not say."""
-
-    name: str
-    max_model_len: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class EngineFacts:
     url: str
     roles: frozenset[str]
     error: str | None = None
-    health: int = _OK
+    health: int = OK
     version: str | None = None
     models: tuple[ServedModel, ...] = ()
     refused: int | None = None
@@ -113,47 +103,27 @@ async def read_engines(
 
 async def _engine(member: Member, session: aiohttp.ClientSession) -> EngineFacts:
     roles = frozenset(role.value for role in member.roles)
+    client = AsyncClient(member.url, session)
     try:
-        health = await _get(session, f"{member.url}/health")
-        version = await _get(session, f"{member.url}/version")
-        models = await _get(session, f"{member.url}/v1/models")
-        metrics = await _get(session, f"{member.url}/metrics")
+        health = await client.get_page("/health")
+        version = await client.get_page("/version")
+        models = await client.get_page("/v1/models")
+        metrics = await client.get_page("/metrics")
     except aiohttp.ClientConnectorCertificateError as error:
         why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
         return EngineFacts(member.url, roles, one_line(f"{_UNTRUSTED}: {why}"))
     except (aiohttp.ClientError, OSError) as error:
         return EngineFacts(member.url, roles, one_line(reason_of(error)))
-    told = _json(version.body).get("version") if version.status == _OK else None
     return EngineFacts(
         member.url,
         roles,
         health=health.status,
-        version=told if isinstance(told, str) else None,
-        models=_models(_json(models.body)),
-        refused=None if models.status == _OK else models.status,
-        drift_s=health.drift_s,
-        metrics=metrics.body.decode(errors="replace") if metrics.status == _OK else "",
+        version=_version(version.body) if version.status == OK else None,
+        models=_models(models.body),
+        refused=None if models.status == OK else models.status,
+        drift_s=drift_of(health.date, health.asked_s, health.answered_s),
+        metrics=metrics.text,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    status: int
-    body: bytes
-    drift_s: float | None
-
-
-async def _get(session: aiohttp.ClientSession, url: str) -> _Page:
-    asked = time.time()
-    async with session.get(url, allow_redirects=False) as response:
-        answered = time.time()
-        body = b""
-        async for piece in response.content.iter_chunked(1 << 16):
-            body += piece
-            if len(body) > MAX_PAGE_NBYTES:
-                break
-        drift = drift_of(response.headers.get("Date"), asked, answered)
-        return _Page(response.status, body, drift)
 
 
 def drift_of(date: str | None, asked: float, answered: float) -> float | None:
@@ -167,30 +137,30 @@ def drift_of(date: str | None, asked: float, answered: float) -> float | None:
     29.0
     """
     try:
-        told = email.utils.parsedate_to_datetime(date or "").timestamp()
+        theirs_s = email.utils.parsedate_to_datetime(date or "").timestamp()
     except (ValueError, TypeError):
         return None
-    if told > answered:
-        return told - answered
-    return min(0.0, told + _DATE_STEP_S - asked)
+    if theirs_s > answered:
+        return theirs_s - answered
+    return min(0.0, theirs_s + _DATE_STEP_S - asked)
 
 
-def _json(body: bytes) -> Mapping[str, Any]:
+class _Version(msgspec.Struct):
+    version: str | None = None
+
+
+def _version(page: bytes) -> str | None:
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return msgspec.json.decode(page, type=_Version).version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
-def _models(page: Mapping[str, Any]) -> tuple[ServedModel, ...]:
-    listed = page.get("data")
-    found = []
-    for entry in listed if isinstance(listed, list) else []:
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and not entry.get("parent"):
-            length = entry.get("max_model_len")
-            found.append(ServedModel(entry["id"], length if type(length) is int else None))
-    return tuple(found)
+def _models(page: bytes) -> tuple[ServedModel, ...]:
+    try:
+        return tuple(one for one in listed_models(page) if not one.is_adapter)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ()
 
 
 # --- judging ------------------------------------------------------------------------------
@@ -219,7 +189,7 @@ def judge_engines(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
             if one.error.startswith(_UNTRUSTED):
                 remedy = "give the CA that signed it: --engine-ca FILE; names must be in it, too"
             yield fault("engine.unreachable", one.url, one.error, remedy)
-        elif one.health != _OK:
+        elif one.health != OK:
             message = f"/health: expected 200, got {one.health}"
             yield fault("engine.unhealthy", one.url, message, "read its log, and restart it")
         elif one.refused is not None:

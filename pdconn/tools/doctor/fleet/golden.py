@@ -7,8 +7,8 @@
     decode   the prompt with that ticket, whole answer        ► seen; its pulls are counted
 
 The prompt begins with a random word, so that no engine has it cached: an answer can be right
-only if the KV cache arrived, or if decode computed the prompt itself, which its counter of
-pulls tells apart.
+only if the KV cache arrived, or if decode computed the prompt itself; decode's counter of pulls
+distinguishes the two.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ from typing import Any
 import aiohttp
 
 from pdconn.router.fleet.client import reason_of
+from pdconn.router.openai.bodies import lend_params
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 from pdconn.tools.doctor.fleet.engines import EngineFacts
-from pdconn.tools.doctor.fleet.traffic import traffic_of
+from pdconn.tools.doctor.fleet.traffic import Traffic, traffic_of
+from pdconn.tools.openai.async_client import OK, AsyncClient
+from pdconn.tools.openai.completions import (
+    BrokenAnswer,
+    Completion,
+    Logprobs,
+    completion_request,
+    read_completion,
+)
 
 NUM_TOKENS = 16
 MOST_PAIRS = 16
@@ -42,15 +51,6 @@ _ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
 """Of a prompt, which may wait behind others; the pages of an engine have ``--timeout``."""
 _METRIC_WAIT_S = 5.0
 _METRIC_STEP_S = 0.25
-_OK = 200
-_REMOTE_DECODE: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class GoldenAnswer:
     """Tokens, or pieces of text where the engine gives no ids, and the gap to the second best.
 
     ``gaps[i]`` is the log-probability of token ``i`` less that of the next likely one; None
-    where it is not told.
+    where the engine does not report it.
     """
 
     tokens: tuple[Any, ...]
@@ -91,7 +91,7 @@ class GoldenFacts:
 
     @property
     def position(self) -> int | None:
-        """Where the answers part; None where they are equal."""
+        """The first position at which the answers differ; None where they are equal."""
         for at, (ours, theirs) in enumerate(zip(self.expected, self.seen, strict=False)):
             if ours != theirs:
                 return at
@@ -133,7 +133,6 @@ async def read_golden(
     decode: EngineFacts,
     session: aiohttp.ClientSession,
     nonce: str,
-    metric_wait_s: float = _METRIC_WAIT_S,
 ) -> GoldenFacts:
     """Send the prompt through one pair."""
     shared = [m.name for m in prefill.models if m.name in {o.name for o in decode.models}]
@@ -142,21 +141,21 @@ async def read_golden(
     lengths = [m.max_model_len for m in prefill.models if m.name == shared[0]]
     try:
         body, expected = await _alone(session, prefill.url, shared[0], nonce, lengths[0])
-        before = traffic_of(await _metrics(session, decode.url))
-        asking = {**body, "max_tokens": 1, "kv_transfer_params": dict(_REMOTE_DECODE)}
+        before = await _traffic(session, decode.url)
+        asking = {**body, "max_tokens": 1, "kv_transfer_params": lend_params()}
         ticket = (await _ask(session, prefill.url, asking)).ticket
         if not ticket or not ticket.get("remote_host"):
             return GoldenFacts(prefill.url, decode.url, f"{prefill.url} returned no ticket")
         advertised = f"{ticket['remote_host']}:{ticket.get('remote_port')}"
         seen = await _ask(session, decode.url, {**body, "kv_transfer_params": dict(ticket)})
-        after = traffic_of(await _metrics(session, decode.url))
+        after = await _traffic(session, decode.url)
         waited = 0.0
         while after.pulls == before.pulls and after.failed == before.failed:
-            if waited >= metric_wait_s or not after.known:
+            if waited >= _METRIC_WAIT_S or not after.known:
                 break
             await asyncio.sleep(_METRIC_STEP_S)
             waited += _METRIC_STEP_S
-            after = traffic_of(await _metrics(session, decode.url))
+            after = await _traffic(session, decode.url)
     except (aiohttp.ClientError, OSError, GoldenRefused) as error:
         return GoldenFacts(prefill.url, decode.url, one_line(reason_of(error)))
     return GoldenFacts(
@@ -181,7 +180,7 @@ def _id_of(ticket: Mapping[str, Any]) -> str | None:
 class GoldenRefused(Exception):
     """An engine did not answer a golden prompt with tokens; ``status`` of HTTP, if it was that."""
 
-    def __init__(self, message: str, status: int = _OK) -> None:
+    def __init__(self, message: str, status: int = OK) -> None:
         super().__init__(message)
         self.status = status
 
@@ -190,15 +189,8 @@ async def _alone(
     session: aiohttp.ClientSession, url: str, model: str, nonce: str, max_model_len: int | None
 ) -> tuple[dict[str, Any], GoldenAnswer]:
     """The request, and what prefill answers to it; ids where it takes no text."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": golden_prompt(nonce, max_model_len),
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "logprobs": 2,
-        "return_token_ids": True,
-    }
+    prompt = golden_prompt(nonce, max_model_len)
+    body = completion_request(model, prompt, NUM_TOKENS, logprobs=2)
     try:
         return body, await _ask(session, url, body)
     except GoldenRefused as error:
@@ -209,30 +201,31 @@ async def _alone(
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> GoldenAnswer:
-    async with session.post(
-        f"{url}/v1/completions", json=body, timeout=_ANSWER_TIMEOUT
-    ) as response:
+    client = AsyncClient(url, session)
+    async with client.post_completion(json.dumps(body), timeout=_ANSWER_TIMEOUT) as response:
         raw = await response.read()
-    if response.status != _OK:
-        told = one_line(raw.decode(errors="replace"), 120)
-        raise GoldenRefused(f"{url} answered {response.status}: {told}", response.status)
+    if response.status != OK:
+        reported = one_line(raw.decode(errors="replace"), 120)
+        raise GoldenRefused(f"{url} answered {response.status}: {reported}", response.status)
     try:
-        return answer_of(json.loads(raw))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise GoldenRefused(
-            f"{url} gave no answer of vLLM's form: {one_line(reason_of(error))}"
-        ) from error
+        return golden_answer(read_completion(raw))
+    except BrokenAnswer as error:
+        raise GoldenRefused(f"{url} gave no answer of vLLM's form: {one_line(error)}") from error
 
 
-def answer_of(page: Mapping[str, Any]) -> GoldenAnswer:
-    """Tokens, gaps and ticket of one completion."""
-    choice = page["choices"][0]
-    logprobs = choice.get("logprobs") or {}
-    tokens = choice.get("token_ids") or logprobs.get("tokens") or [choice["text"]]
-    tops = logprobs.get("top_logprobs") or []
-    return GoldenAnswer(
-        tuple(tokens), tuple(_gap(top) for top in tops), page.get("kv_transfer_params")
-    )
+def golden_answer(completion: Completion) -> GoldenAnswer:
+    """Tokens, gaps and ticket of one completion.
+
+    Raises:
+        BrokenAnswer: it has no choice.
+    """
+    if not completion.choices:
+        raise BrokenAnswer("it has no choice")
+    choice = completion.choices[0]
+    logprobs = choice.logprobs or Logprobs()
+    tokens = choice.token_ids or logprobs.tokens or [choice.text]
+    gaps = tuple(_gap(top) for top in logprobs.top_logprobs or ())
+    return GoldenAnswer(tuple(tokens), gaps, completion.kv_transfer_params)
 
 
 def _gap(top: Mapping[str, float] | None) -> float | None:
@@ -240,13 +233,12 @@ def _gap(top: Mapping[str, float] | None) -> float | None:
     return values[0] - values[1] if len(values) > 1 else None
 
 
-async def _metrics(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(f"{url}/metrics") as response:
-        return (await response.read()).decode(errors="replace") if response.status == _OK else ""
+async def _traffic(session: aiohttp.ClientSession, url: str) -> Traffic:
+    return traffic_of((await AsyncClient(url, session).get_page("/metrics")).text)
 
 
 def seen_golden(facts: GoldenFacts) -> str:
-    """A line of one pair."""
+    """One line about a pair."""
     pair = f"{facts.decode} from {facts.prefill}"
     if facts.error is not None:
         return f"{pair}: {facts.error}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from pdconn.router.fleet.prometheus_page import MAX_COUNT, read_values
 from pdconn.router.fleet.pull_counts import COUNTERS, NO_PULLS, PULLS, PullCounts
 from pdconn.tools.doctor.findings import Finding, fault, warning
 from pdconn.tools.doctor.fleet.engines import EngineFacts
+from pdconn.tools.openai.async_client import MAX_PAGE_NBYTES
 
 SMALL_RUN_NBYTES = 16 << 10
 """Below this a READ is bound by its descriptors, not by the link (docs/network.md)."""
@@ -49,36 +49,23 @@ class Traffic:
 
 def traffic_of(page: str) -> Traffic:
     """Read a page; lines that make no sense are left out."""
-    sums = dict.fromkeys(_NAMES, 0.0)
-    seen: set[str] = set()
-    for line in page.splitlines():
-        if not line.startswith(_NAMES):
-            continue
-        try:
-            samples = [s for family in text_string_to_metric_families(line) for s in family.samples]
-        except ValueError:
-            continue
-        for sample in samples:
-            if sample.name in sums and sample.value >= 0:
-                seen.add(sample.name)
-                sums[sample.name] += sample.value
-    counted = {name: int(sums[name]) for name in COUNTERS if name in seen}
-    counts = PullCounts.of(counted) or NO_PULLS
+    values = read_values(page, dict.fromkeys(_NAMES, MAX_COUNT), MAX_PAGE_NBYTES)
+    counts = PullCounts.of_page(values) or NO_PULLS
     return Traffic(
-        not seen.isdisjoint((PULLS, _LENT)),
+        not values.by_name.keys().isdisjoint((PULLS, _LENT)),
         pulls=counts.received,
         failed=counts.failed,
-        nbytes=int(sums[_NBYTES]),
-        runs=int(sums[_RUNS]),
-        lent=int(sums[_LENT]),
-        expired=int(sums[_EXPIRED]),
-        quarantined=int(sums[_QUARANTINED]),
+        nbytes=values.total(_NBYTES) or 0,
+        runs=values.total(_RUNS) or 0,
+        lent=values.total(_LENT) or 0,
+        expired=values.total(_EXPIRED) or 0,
+        quarantined=values.total(_QUARANTINED) or 0,
         counts=counts,
     )
 
 
 def seen_traffic(url: str, traffic: Traffic) -> str:
-    """A line of it."""
+    """One line about an engine."""
     if not traffic.known:
         return f"{url}: no metrics of pdconn"
     each = traffic.run_nbytes

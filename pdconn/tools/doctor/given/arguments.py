@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 
 TRANSFER = "kv_transfer_config"
 HYBRID_OFF = "disable_hybrid_kv_cache_manager"
@@ -42,7 +42,7 @@ class Option:
 
     @property
     def long(self) -> str:
-        """With dashes."""
+        """The option's name with dashes."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -137,7 +137,7 @@ def _with_file(words: list[str], read_file: ReadFile, ignored: list[str]) -> lis
 
 
 def _spelled(word: str) -> list[str]:
-    """With dashes up to the first dot; ``-O`` forms as the option that they are."""
+    """The name with dashes up to the first dot; ``-O`` forms become the option that they mean."""
     if word.startswith("--"):
         key, equals, value = word.partition("=")
         name, dot, inner = key.partition(".")

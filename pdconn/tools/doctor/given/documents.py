@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdconn.tools.doctor.errors import BadQuestion
-from pdconn.tools.doctor.given.config import AN_ADDRESS
+from pdconn.tools.doctor.bad_question import BadQuestion
+from pdconn.tools.doctor.given.given_config import AN_ADDRESS
 from pdconn.tools.doctor.given.launch import (
     Launch,
     is_transfer_option,
@@ -110,7 +110,7 @@ def _words(value: Any) -> list[str]:
 def _environment(
     node: Mapping[Any, Any], outer: Mapping[str, str], read: ReadText
 ) -> dict[str, str]:
-    """Of ``environment`` (a mapping, or ``NAME=VALUE``), ``env`` and ``env_file``."""
+    """Read ``environment`` (a mapping, or ``NAME=VALUE``), ``env`` and ``env_file``."""
     found: dict[str, str] = {}
     files = node.get("env_file") or []
     for one in files if isinstance(files, list) else [files]:

@@ -10,7 +10,12 @@ from pdconn.sidechannel.advertise import VARIABLES, NoAdvertisedHost, advertised
 from pdconn.sidechannel.credentials import ENV_SECRET_FILE
 from pdconn.tools.doctor.findings import Finding, fault, of_error, warning
 from pdconn.tools.doctor.given.arguments import HYBRID_OFF, TRANSFER
-from pdconn.tools.doctor.given.config import AN_ADDRESS, DEFAULT_HOST, DEFAULT_PORT, GivenConfig
+from pdconn.tools.doctor.given.given_config import (
+    AN_ADDRESS,
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    GivenConfig,
+)
 from pdconn.vllm.config import ConfigError, Settings, try_settings
 from pdconn.vllm.nixl.registry import MODULES, NAMES
 from transport.errors import FieldError, did_you_mean
@@ -34,7 +39,7 @@ def settings_of_given(
     Args:
         environ: of the shell that would start it here.
     """
-    merged = dict(given.environment(environ))
+    merged = dict(given.engine_environment(environ))
     extra = dict(given.extra)
     if given.in_container:
         _leave_to_container(extra, merged)
@@ -56,7 +61,7 @@ def settings_of_given(
 
 
 def _leave_to_container(extra: dict[str, object], environ: dict[str, str]) -> None:
-    """Take away what only the container can tell: files that are not here, and its address."""
+    """Leave out what only the container knows: files that are not here, and its address."""
     unseen = [key for key in _CREDENTIALS if key in extra and not _is_here(extra[key])]
     for key in unseen:
         del extra[key]

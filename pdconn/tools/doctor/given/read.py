@@ -19,15 +19,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.given.arguments import CONFIG, TRANSFER, read_arguments, words_of_file
-from pdconn.tools.doctor.given.config import ADDRESSES, AN_ADDRESS, GivenConfig
 from pdconn.tools.doctor.given.documents import (
     GivenMapping,
     engines_in,
     is_bare_transfer,
     launches_of_unit,
 )
+from pdconn.tools.doctor.given.given_config import ADDRESSES, AN_ADDRESS, GivenConfig
 from pdconn.tools.doctor.given.launch import Launch, launches_of_script
 from pdconn.tools.doctor.given.shell import ReadText
 

@@ -2,7 +2,7 @@
 
 Nothing is run.  Quotes, comments, line continuations, variables with their defaults, arrays,
 ``export``, here-documents and ``$(cat FILE)`` are understood; of control flow all branches count,
-and the first value of a ``for``.  What only a run could tell (``$(hostname -i)``) stays as it is
+and the first value of a ``for``.  What only a run knows (``$(hostname -i)``) stays as it is
 written.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
@@ -52,7 +52,7 @@ class _Scope:
             return " ".join(self.arrays[name])
         return self.values.get(name, self.inherited.get(name))
 
-    def environment(self) -> dict[str, str]:
+    def exported_variables(self) -> dict[str, str]:
         """What commands get: what is exported, or was in the environment before."""
         passed = self.exported | set(self.inherited)
         return {k: v for k, v in self.values.items() if self.exports_all or k in passed}
@@ -78,7 +78,11 @@ def expanded(text: str, variables: Mapping[str, str], read: ReadText = lambda pa
     word = _Word(_Scope(variables, read))
     at = 0
     while at < len(text):
-        at = _dollar(text, at, word, quoted=True) if text[at] == "$" else word.take(text, at)
+        at = (
+            _dollar(text, at, word, quoted=True)
+            if text[at] == "$"
+            else word.append_letter(text, at)
+        )
     return "".join(word.fields)
 
 
@@ -89,33 +93,33 @@ class _Word:
         self.scope = scope
         self.fields: list[str] = []
 
-    def add(self, text: str) -> None:
+    def append_text(self, text: str) -> None:
         if self.fields:
             self.fields[-1] += text
         else:
             self.fields = [text]
 
-    def take(self, text: str, at: int) -> int:
-        self.add(text[at])
+    def append_letter(self, text: str, at: int) -> int:
+        self.append_text(text[at])
         return at + 1
 
-    def put(self, value: str, *, quoted: bool) -> None:
+    def append_value(self, value: str, *, quoted: bool) -> None:
         """A variable's value: split where it is not quoted."""
         pieces = [value] if quoted else value.split()
         if not pieces:
             return
         if not quoted and value[0].isspace() and self.fields:
             self.fields.append("")
-        self.add(pieces[0])
+        self.append_text(pieces[0])
         self.fields += pieces[1:]
 
-    def put_all(self, values: list[str]) -> None:
+    def append_fields(self, values: list[str]) -> None:
         """``"${NAME[@]}"``: a field each."""
         for number, value in enumerate(values):
             if number:
                 self.fields.append(value)
             else:
-                self.add(value)
+                self.append_text(value)
 
 
 class _Reader:
@@ -189,16 +193,16 @@ class _Reader:
             if char in " \t" or (_OPERATOR.match(text, self._at) and not char.isdigit()):
                 break
             if char == "\\":
-                word.add(text[self._at + 1 : self._at + 2].replace("\n", ""))
+                word.append_text(text[self._at + 1 : self._at + 2].replace("\n", ""))
                 self._at += 2
             elif char == "'" or text.startswith("$'", self._at):
-                word.add(self._until("'", self._at + text[self._at :].index("'") + 1))
+                word.append_text(self._until("'", self._at + text[self._at :].index("'") + 1))
             elif char == '"':
                 self._double(word)
             elif char in "$`":
                 self._at = _dollar(text, self._at, word, quoted=False)
             else:
-                self._at = word.take(text, self._at)
+                self._at = word.append_letter(text, self._at)
             if text[self._at : self._at + 1] == "(" and self._is_array(word):
                 break
         return word
@@ -239,15 +243,15 @@ class _Reader:
             if self._at >= len(text):
                 self._until('"', self._at)
             if text[self._at] == "\\" and text[self._at + 1 : self._at + 2] in '$`"\\\n':
-                word.add(text[self._at + 1].replace("\n", ""))
+                word.append_text(text[self._at + 1].replace("\n", ""))
                 self._at += 2
             elif text[self._at] in "$`":
                 self._at = _dollar(text, self._at, word, quoted=True)
             else:
-                self._at = word.take(text, self._at)
+                self._at = word.append_letter(text, self._at)
         self._at += 1
         if not before and not word.fields and not text[: self._at].endswith('[@]}"'):
-            word.add("")
+            word.append_text("")
 
     def _simple(self, words: list[_Word]) -> Iterator[ShellCommand]:
         """A command, or assignments, which change what comes after."""
@@ -273,7 +277,7 @@ class _Reader:
         elif fields[0] == "set" and ("-a" in fields or "allexport" in fields):
             self._scope.exports_all = True
         else:
-            yield ShellCommand(tuple(fields), {**self._scope.environment(), **own})
+            yield ShellCommand(tuple(fields), {**self._scope.exported_variables(), **own})
 
 
 def _dollar(text: str, at: int, word: _Word, *, quoted: bool) -> int:
@@ -281,14 +285,14 @@ def _dollar(text: str, at: int, word: _Word, *, quoted: bool) -> int:
     if text[at] == "`" or text.startswith("$(", at):
         return _substitute(text, at, word, quoted=quoted)
     if text.startswith("$$", at):
-        word.add("$")
+        word.append_text("$")
         return at + 2
     if text.startswith("${", at):
         return _braced(text, at, word, quoted=quoted)
     named = _NAME.match(text, at + 1)
     if named is None:
-        return word.take(text, at)
-    word.put(word.scope.value(named[0]) or "", quoted=quoted)
+        return word.append_letter(text, at)
+    word.append_value(word.scope.value(named[0]) or "", quoted=quoted)
     return named.end()
 
 
@@ -296,12 +300,12 @@ def _braced(text: str, at: int, word: _Word, *, quoted: bool) -> int:
     end = _closing(text, at + 2, "{", "}")
     found = _BRACED.fullmatch(text[at + 2 : end - 1])
     if found is None:
-        word.add(text[at:end])
+        word.append_text(text[at:end])
     elif "[" in text[at:end] and found[1] in word.scope.arrays:
         values = word.scope.arrays[found[1]]
-        word.put_all(values) if quoted else word.put(" ".join(values), quoted=False)
+        word.append_fields(values) if quoted else word.append_value(" ".join(values), quoted=False)
     else:
-        word.put(_chosen(found, word.scope), quoted=quoted)
+        word.append_value(_chosen(found, word.scope), quoted=quoted)
     return end
 
 
@@ -328,9 +332,9 @@ def _substitute(text: str, at: int, word: _Word, *, quoted: bool) -> int:
     path = "" if found is None else expanded(found[1], word.scope.values).strip("\"'")
     content = word.scope.text(path) if path else None
     if content is None:
-        word.add(text[at:end])
+        word.append_text(text[at:end])
     else:
-        word.put(content.rstrip("\n"), quoted=quoted)
+        word.append_value(content.rstrip("\n"), quoted=quoted)
     return end
 
 

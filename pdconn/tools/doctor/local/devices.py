@@ -38,7 +38,7 @@ class RdmaPort:
 
     @property
     def name(self) -> str:
-        """For ``UCX_NET_DEVICES``."""
+        """The device's name in ``UCX_NET_DEVICES``."""
         return f"{self.device}:{self.port}"
 
 
@@ -99,7 +99,7 @@ class Devices:
 
 
 def read_devices(root: Path = Path("/")) -> Devices:
-    """From ``root/sys``; what cannot be read is left out."""
+    """Read the devices below ``root/sys``; those that cannot be read are left out."""
     return Devices(
         tuple(_rdma_ports(root)), tuple(_net_devices(root / "sys/class/net")), _gpus(root)
     )

@@ -186,7 +186,6 @@ def _reach(
 def ask_ucx(
     options: Mapping[str, Mapping[str, str]],
     environ: Mapping[str, str],
-    timeout_s: float = ASK_TIMEOUT_S,
 ) -> UcxAnswer:
     """Start NIXL in a child process, as an engine of this environment would.
 
@@ -197,10 +196,10 @@ def ask_ucx(
     command = [sys.executable, "-m", "pdconn.tools.doctor.local.ucx", json.dumps(options)]
     try:
         done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False
+            command, env=environ, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return UcxAnswer(error=f"NIXL did not start within {timeout_s:g} s")
+        return UcxAnswer(error=f"NIXL did not start within {ASK_TIMEOUT_S:g} s")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
         return UcxAnswer(**{**answer, "transports": tuple(answer["transports"])})

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Checked, Finding, checked, one_line, warning
 
 SETTING = "UCX_PROTO_INFO=used"
@@ -60,7 +60,7 @@ def used_transports(where: str, lines: Iterable[str]) -> UsedTransports:
 
 
 def read_ucx_log(path: str) -> UsedTransports:
-    """From an engine's output.  A file that ``UCX_LOG_FILE`` names is written late, or not at all.
+    """Read an engine's output.  UCX writes a file that ``UCX_LOG_FILE`` names late, or not at all.
 
     Raises:
         BadQuestion: it cannot be read.
@@ -77,20 +77,21 @@ def read_ucx_log(path: str) -> UsedTransports:
 
 
 def listed_counts(counts: Iterable[tuple[str, int]]) -> str:
-    """By what was read, and how often: ``zero-copy cma/memory (546)``."""
+    """The transports with the number of reads: ``zero-copy cma/memory (546)``."""
     return ", ".join(f"{how} ({count})" for how, count in counts)
 
 
 def seen_used(used: UsedTransports) -> str:
-    """A line of it."""
-    return f"{used.where}: UCX read by {listed_counts(used.counts) or 'nothing that it told of'}"
+    """One line about a log."""
+    named = listed_counts(used.counts) or "no transport that the log names"
+    return f"{used.where}: UCX read by {named}"
 
 
 def judge_used(logs: Iterable[UsedTransports]) -> Iterator[Finding]:
-    """Which logs do not tell."""
+    """Which logs name no transport."""
     for one in logs:
         if not one.counts:
-            message = "no table of UCX with counts of reads: the log tells of no transport"
+            message = "no table of UCX with counts of reads: the log names no transport"
             remedy = (
                 f"export {SETTING}; unset UCX_LOG_FILE; start that decode engine with its output "
                 "in a file, let it pull, stop it (UCX prints where a connection ends), and give it"

@@ -49,7 +49,7 @@ class InstalledVersions:
 
 
 def read_versions() -> InstalledVersions:
-    """From the metadata of what is installed beside us."""
+    """Read the metadata of the packages that are installed beside pdconn."""
     found = {}
     for name in LOOKED_AT:
         try:

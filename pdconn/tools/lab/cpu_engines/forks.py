@@ -56,7 +56,7 @@ def fork_engines() -> None:
 
 @contextlib.contextmanager
 def _bound_to(cores: Iterable[int]) -> Iterator[None]:
-    """This thread, and processes forked by it, run on ``cores``; none given: where they did."""
+    """Run this thread, and processes that it forks, on ``cores``; without one, where they ran."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, set(cores) or own)
     try:
@@ -66,9 +66,9 @@ def _bound_to(cores: Iterable[int]) -> Iterator[None]:
 
 
 def leave_to_parent() -> None:
-    """In a forked process: let go of signals and listening sockets that are the parent's.
+    """In a forked process, release signals and listening sockets that are the parent's.
 
-    A signal to us would otherwise be told to the parent's event loop, which would take it
+    A signal to us would otherwise reach the parent's event loop, which would take it
     for its own.  And a port on which the parent no longer listens would stay open in us:
     clients would connect and wait instead of being refused.
     """
@@ -81,7 +81,7 @@ def leave_to_parent() -> None:
 
 
 def _awaits_connections(file: int) -> bool:
-    """Whether it is a TCP socket that is bound or listening, and connected to nobody."""
+    """Whether it is a TCP socket that is bound or listening, and not connected."""
     try:
         if not stat.S_ISSOCK(os.fstat(file).st_mode):
             return False

@@ -69,7 +69,7 @@ class Selection:
     row_places: tuple[int, ...]
 
     @classmethod
-    def of(cls, references: KVCacheReferences, group: int, most: int) -> Selection:
+    def of_group(cls, references: KVCacheReferences, group: int, most: int) -> Selection:
         """A selection of up to ``most`` layers and as many heads, ``MOST_CELLS`` in all."""
         data = references.groups[group].data
         layers = tuple(dict.fromkeys(ref.layer for ref in data))

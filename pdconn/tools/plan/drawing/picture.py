@@ -25,8 +25,8 @@ import numpy as np
 from pdconn.planning.plan import Pairing
 from pdconn.planning.template import Template
 from pdconn.tools.plan.drawing.cells import Cell, Selection, Strip
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.plan_errors import ShapeError
 from registration.references import KVCacheReferences
 
 _WIDTH, _MARGIN, _GAP, _BREAK = 1200.0, 24.0, 12.0, 20.0
@@ -34,7 +34,7 @@ _ROW, _BETWEEN, _LINE = 44.0, 180.0, 18.0
 _MOST_SOURCES = 8
 _MOST_LINES = 3
 _LETTER = 7.0
-"""Pixels of the widest usual letter at 12 pixels, to tell what fits."""
+"""Pixels of the widest usual letter at 12 pixels, to compute what fits."""
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1b1f27}.title{font-weight:bold;font-size:16px}"
     ".faint{fill:#5c6472}.mid{text-anchor:middle}.in{fill:#1b1f27;font-size:11px}.out{font-size:11px}"
@@ -66,7 +66,7 @@ class _Row:
 
     @property
     def width(self) -> float:
-        """In pixels."""
+        """The width in pixels."""
         return self.strip.nbytes * self.scale + _BREAK * sum(self.strip.breaks)
 
 
@@ -149,7 +149,7 @@ def _selected(
 ) -> tuple[Selection, list[tuple[Template, Strip]]]:
     """What is shown, and of which sources; as much as few sources allow."""
     for most in (8, 4, 2, 1):
-        selection = Selection.of(ours, templates[0].our_group, most)
+        selection = Selection.of_group(ours, templates[0].our_group, most)
         strips = [(t, selection.strip(theirs[t.their_rank], t.their_group)) for t in templates]
         sources = [one for one in strips if one[1].cells]
         if len(sources) <= _MOST_SOURCES:
@@ -360,7 +360,7 @@ class _Text:
     kind: str = ""
 
     def at(self, x: float, y: float) -> str:
-        """As SVG; nothing where there are no words."""
+        """The text as SVG; empty without words."""
         name = f' class="{self.kind}"' if self.kind else ""
         if not self.words:
             return ""

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdconn.tools.plan.errors import UnreadableConfig, shown
-from pdconn.tools.plan.hf.keys import NESTED, Keys
+from pdconn.tools.plan.hf.config_keys import NESTED, Keys
+from pdconn.tools.plan.plan_errors import UnreadableConfig, shown
 
 BESIDE = "hf_quant_config.json"
 """The file beside ``config.json``."""

@@ -26,15 +26,31 @@ from pdconn.store.format.footer import footer_nbytes, row_nbytes
 from pdconn.store.format.layout import RowLayout, StoreLayout, share_layout, store_layout
 from pdconn.store.format.names import KEY_NBYTES, Chain, RowKind
 from pdconn.store.settings import StoreSettings
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
+from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import MAX_PROMPT_TOKENS
+from pdconn.tools.plan.plan_errors import ShapeError
 
 BLOCK_TOKENS = 256
 STAGING = StoreSettings(root="", capacity=1).staging
 """Bytes of each rank, by default."""
 LONGEST_TOKENS = 1 << 20
 """The break-even is looked for up to this boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingForecast:
+    """Host memory of each rank through which a prompt is loaded.
+
+    Attributes:
+        needed_nbytes: for the whole load; with less, less of the prompt is loaded.
+        given_nbytes: what there is.
+        tokens: the largest saved boundary of the prompt that ``given_nbytes`` carry: what a
+            second request does not compute.
+    """
+
+    needed_nbytes: int
+    given_nbytes: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +63,7 @@ class StoreForecast:
         boundary: tokens that a second request with this prompt does not compute.
         fa_rows, wa_rows: that the prompt leaves in the store, its last boundary among them.
         load_nbytes: that all ranks read for the boundary, replicated heads once for each.
-        staging_nbytes: host memory that this takes in each rank, or less of the prompt is loaded.
-        staging: what there is of it.
-        staged_tokens: the largest saved boundary of the prompt that ``staging`` carries: what a
-            second request does not compute.
+        staging: host memory of each rank for the load.
         rate: bytes per second of the store, for all ranks together.
         prefill_rate: tokens per second that prefill computes; None if it is not known.
         break_even: tokens of the shortest prompt that is loaded faster than computed, as are
@@ -65,9 +78,7 @@ class StoreForecast:
     fa_rows: int
     wa_rows: int
     load_nbytes: int
-    staging_nbytes: int
-    staging: int
-    staged_tokens: int
+    staging: StagingForecast
     rate: float
     prefill_rate: float | None
     break_even: int | None
@@ -99,7 +110,7 @@ class StoreForecast:
 
     @property
     def wa_share(self) -> float:
-        """Of the prompt's bytes; 0 if it leaves none."""
+        """The share of WA rows in the prompt's bytes; 0 if it leaves none."""
         return self.wa_nbytes / self.nbytes if self.nbytes else 0.0
 
     @property
@@ -145,7 +156,7 @@ def forecast_store(
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
     saved = _saved(layout, spacing, prompt_tokens)
     shares = [share_layout([rank], block_tokens) for rank in ranks]
-    load, sizes = _LoadSizes.of(layout, shares), ShareSizes.of(shares)
+    load, sizes = _LoadSizes.of_shares(layout, shares), ShareSizes.of(shares)
     tokens = range(prompt_tokens - 1)
     staged = Fitting.of(layout, sizes, staging, tokens, lambda kind, at: (kind, at) in saved)
     return StoreForecast(
@@ -156,10 +167,8 @@ def forecast_store(
         boundary,
         sum(kind is RowKind.FA for kind, _ in saved),
         sum(kind is RowKind.WA for kind, _ in saved),
-        load.nbytes(layout, boundary),
-        sizes.of_rows(rows_needed(layout, 0, boundary)),
-        staging,
-        staged.boundary,
+        load.load_nbytes(layout, boundary),
+        StagingForecast(sizes.of_rows(rows_needed(layout, 0, boundary)), staging, staged.boundary),
         rate,
         prefill_rate,
         None if prefill_rate is None else _break_even(layout, load, rate, prefill_rate),
@@ -195,13 +204,13 @@ class _LoadSizes:
     wa: int
 
     @classmethod
-    def of(cls, whole: StoreLayout, shares: Sequence[StoreLayout]) -> _LoadSizes:
+    def of_shares(cls, whole: StoreLayout, shares: Sequence[StoreLayout]) -> _LoadSizes:
         return cls(
             sum(_read_nbytes(whole.fa, share.fa) for share in shares),
             sum(_read_nbytes(whole.wa, share.wa) for share in shares),
         )
 
-    def nbytes(self, layout: StoreLayout, boundary: int) -> int:
+    def load_nbytes(self, layout: StoreLayout, boundary: int) -> int:
         rows = rows_needed(layout, 0, boundary)
         return sum(self.fa if kind is RowKind.FA else self.wa for kind, _ in rows)
 
@@ -223,27 +232,3 @@ def _break_even(
         if blocks * compute_s <= blocks * fa_s + len(pieces(wa, blocks * size)) * wa_s:
             first = blocks + 1
     return first * size + 1 if first * size <= LONGEST_TOKENS else None
-
-
-def store_document(made: StoreForecast) -> dict[str, object]:
-    """For ``json.dumps``: bytes, counts and seconds, not rounded."""
-    return {
-        "block_tokens": made.layout.block_tokens,
-        "prompt_tokens": made.prompt_tokens,
-        "engine": str(made.engine),
-        "boundary": made.boundary,
-        "window_every_blocks": None if made.layout.wa is None else made.every,
-        "fa": {"rows": made.fa_rows, "row_bytes": made.fa_row_nbytes, "bytes": made.fa_nbytes},
-        "wa": {"rows": made.wa_rows, "row_bytes": made.wa_row_nbytes, "bytes": made.wa_nbytes},
-        "bytes": made.nbytes,
-        "wa_share": made.wa_share,
-        "load_bytes": made.load_nbytes,
-        "staging_bytes": made.staging_nbytes,
-        "staging_given_bytes": made.staging,
-        "staging_tokens": made.staged_tokens,
-        "store_bytes_per_s": made.rate,
-        "load_s": made.load_s,
-        "prefill_tokens_per_s": made.prefill_rate,
-        "recompute_s": made.recompute_s,
-        "break_even_tokens": made.break_even,
-    }

@@ -6,13 +6,15 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
 
+from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.tools.lab.client import answer_of
 from pdconn.tools.lab.compare import Answer, make_prompts, spread_lengths
+from pdconn.tools.openai.completions import Completion, completion_request, read_completion
 from tests.project.docker.fleet.containers import MODEL
 
 Prompt = tuple[int, ...]
@@ -50,7 +52,7 @@ def send(url: str, prompt: Prompt, max_tokens: int = MAX_TOKENS) -> Sent:
 
     While nothing listens, connecting is tried again: such a request was never accepted.
     """
-    chunks: list[dict[str, Any]] = []
+    chunks: list[Completion] = []
     connection = _connected(url)
     began = time.monotonic()
     problem, cut = None, False
@@ -88,37 +90,31 @@ def _read(
     connection: http.client.HTTPConnection,
     prompt: Prompt,
     max_tokens: int,
-    chunks: list[dict[str, Any]],
+    chunks: list[Completion],
 ) -> str | None:
     """Fill ``chunks`` with what has tokens; what is wrong with the answer, or None."""
-    body = {
-        "model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens,
-        "temperature": 0.0, "ignore_eos": True, "logprobs": 5, "return_token_ids": True,
-        "return_tokens_as_token_ids": True, "stream": True,
-    }  # fmt: skip
+    body = completion_request(
+        MODEL, prompt, max_tokens, logprobs=5, return_tokens_as_token_ids=True, stream=True
+    )
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != http.HTTPStatus.OK:
         return f"{response.status}: {response.read()[:300].decode(errors='replace')}"
     done = False
-    for event in _events(response):
-        if event is None:
+    for line in response:
+        data = event_data(line)
+        if data is None:
+            continue
+        if data == DONE:
             done = True
-        elif "error" in event:
-            return f"in the stream: {json.dumps(event)[:300]}"
-        elif event["choices"] and event["choices"][0].get("token_ids"):
+            continue
+        event = read_completion(data)
+        if event.reported_error is not None:
+            return f"in the stream: {event.reported_error[:300]}"
+        if event.choices and event.choices[0].token_ids:
             chunks.append(event)
     return None if done else "the stream ended without [DONE]"
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any] | None]:
-    """Data of server-sent events; None at the end that they announce."""
-    for line in response:
-        if line.startswith(b"data: [DONE]"):
-            yield None
-        elif line.startswith(b"data: "):
-            yield json.loads(line.removeprefix(b"data: "))
 
 
 class Traffic:

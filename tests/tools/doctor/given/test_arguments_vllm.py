@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.given.arguments import OPTIONS, Arguments, read_arguments
 from pdconn.tools.doctor.given.judge import _TRANSFER_KEYS
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.doctor.errors import BadQuestion
-from pdconn.tools.doctor.given.config import GivenConfig
+from pdconn.tools.doctor.bad_question import BadQuestion
+from pdconn.tools.doctor.given.given_config import GivenConfig
 from pdconn.tools.doctor.given.judge import judge_given, settings_of_given
 from pdconn.tools.doctor.given.read import read_engines, read_given
 from pdconn.vllm.config import Settings

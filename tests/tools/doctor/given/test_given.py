@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.doctor.errors import BadQuestion
+from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.given.judge import judge_given, named_host, settings_of_given
 from pdconn.tools.doctor.given.read import read_given
 from pdconn.vllm.config import Settings

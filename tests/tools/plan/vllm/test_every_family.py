@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdconn.tools.cli.main import main
-from pdconn.tools.plan.hf.keys import text_keys
+from pdconn.tools.plan.hf.config_keys import text_keys
 from tests.tools.plan.vllm import vllm_families
 from tests.tools.plan.vllm.vllm_families import COMPARED, NOT_BUILT
 from tests.tools.plan.vllm.vllm_models import CASES, SHAPES

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.plan.errors import UnreadableConfig
 from pdconn.tools.plan.hf import kv_dtype
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import KV_DTYPES
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import KV_DTYPES
+from pdconn.tools.plan.plan_errors import UnreadableConfig
 
 # First, since its parts import each other; importorskip ignores the warnings of what they import.
 pytest.importorskip("vllm.config")

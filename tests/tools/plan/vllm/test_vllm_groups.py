@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import LayerSort, ModelShape
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import LayerSort, ModelShape
 from pdconn.tools.plan.shapes import SHAPES
 from registration.references import AttentionKind
 from tests.tools.plan.vllm import vllm_models
@@ -53,7 +53,7 @@ def spec(sort: LayerSort, block_tokens: int) -> Any:
 def vllm_groups(model: ModelShape, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """What ``get_kv_cache_groups`` makes of the model under a block-outermost layout."""
     layers = {
-        sort.name(layer): spec(sort, 16)
+        sort.layer_name(layer): spec(sort, 16)
         for layer in range(model.num_layers)
         for sort in model.sorts
         if layer in sort.layers
@@ -74,7 +74,7 @@ def vllm_groups(model: ModelShape, monkeypatch: pytest.MonkeyPatch) -> list[set[
 @pytest.mark.parametrize("model", [*SHAPES, *HYBRIDS], ids=lambda model: model.name)
 def test_groups_are_vllms(model, monkeypatch):
     ours = [
-        {share.sort.name(layer) for share in group.shares for layer in share.layers}
+        {share.sort.layer_name(layer) for share in group.shares for layer in share.layers}
         for group in EngineShape(model).in_best_layout().groups
     ]
     theirs = vllm_groups(model, monkeypatch)

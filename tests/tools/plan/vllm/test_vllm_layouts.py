@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdconn.planning.layouts import LAYOUTS, PREFERRED
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.memory import OFFERED, chosen_layout
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.layer_memory import OFFERED, chosen_layout
 from pdconn.tools.plan.shapes import SHAPES, built_in
 
 pytest.importorskip("vllm")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import ModelShape, StateSort
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import ModelShape, StateSort
 from pdconn.tools.plan.shapes import SHAPES, built_in
 from tests.tools.plan.vllm import vllm_models
 from tests.tools.plan.vllm.vllm_families import COMPARED, NOT_BUILT
@@ -73,7 +73,7 @@ def ours(shape: ModelShape) -> Rows:
     rows: Rows = {}
     for sort in shape.sorts:
         if isinstance(sort, StateSort):
-            row: Row = ("state", None, 0, sort.state.nbytes(1), 0)
+            row: Row = ("state", None, 0, sort.state.state_nbytes(1), 0)
         else:
             row = (OURS[str(sort.kind)], sort.window, sort.heads, sort.row_nbytes, sort.row_tokens)
         for layer in sort.layers:

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("vllm.v1.core.kv_cache_utils")
 
 from pdconn.planning.layouts import LAYOUTS
-from pdconn.tools.plan import engine as engine_module
-from pdconn.tools.plan import states
-from pdconn.tools.plan.engine import EngineShape
-from pdconn.tools.plan.errors import ShapeError
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.model import StateSort
+from pdconn.tools.plan import engine_shape as engine_module
+from pdconn.tools.plan import layer_states
+from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.model_shape import StateSort
+from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from tests.tools.plan.published import GEMMA_4, PUBLISHED
 from tests.tools.plan.vllm.vllm_hybrids import (
@@ -53,13 +53,17 @@ def state_problems(name: str) -> list[str]:
     for tp in possible(name):
         theirs = Theirs(PUBLISHED[name], tp)
         spec = theirs.state(theirs.engine())
-        if sort.state.nbytes(tp) != spec.page_size_bytes:
-            found.append(f"tp {tp}: {sort.state.nbytes(tp)} bytes, vLLM {spec.page_size_bytes}")
+        if sort.state.state_nbytes(tp) != spec.page_size_bytes:
+            found.append(
+                f"tp {tp}: {sort.state.state_nbytes(tp)} bytes, vLLM {spec.page_size_bytes}"
+            )
         groups = num_groups(theirs.text)
         for rank in range(tp):
             pieces = state_chunks(spec, num_groups=groups, tp_rank=rank, tp_size=tp)
-            if sort.state.chunks(rank, tp) != pieces:
-                found.append(f"tp {tp}, rank {rank}: {sort.state.chunks(rank, tp)}, not {pieces}")
+            if sort.state.state_chunks(rank, tp) != pieces:
+                found.append(
+                    f"tp {tp}, rank {rank}: {sort.state.state_chunks(rank, tp)}, not {pieces}"
+                )
     return found
 
 
@@ -73,7 +77,7 @@ def test_a_state_has_the_bytes_and_the_pieces_that_it_has_in_vllm(name: str) -> 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_layers_with_states_are_vllms(name: str) -> None:
     shape = model_shape(PUBLISHED[name])
-    ours = {sort.name(layer) for sort in shape.sorts for layer in sort.layers}
+    ours = {sort.layer_name(layer) for sort in shape.sorts for layer in sort.layers}
     theirs = Theirs(PUBLISHED[name], 1)
     assert ours == set(theirs.specs(theirs.engine()))
 
@@ -115,7 +119,9 @@ def _ours(engine: EngineShape) -> list[tuple[int, list[str]]]:
     return sorted(
         (
             group.block_tokens,
-            sorted(share.sort.name(layer) for share in group.shares for layer in share.layers),
+            sorted(
+                share.sort.layer_name(layer) for share in group.shares for layer in share.layers
+            ),
         )
         for group in engine.groups
     )
@@ -167,7 +173,7 @@ def test_layouts_are_those_that_vllm_takes(name: str, monkeypatch: Patch) -> Non
 def test_heads_of_gemma_4_differ_by_kind() -> None:
     for name, config in GEMMA_4.items():
         ours = {
-            sort.name(layer): (sort.heads, sort.row_nbytes)
+            sort.layer_name(layer): (sort.heads, sort.row_nbytes)
             for sort in model_shape(config).attention
             for layer in sort.layers
         }
@@ -182,7 +188,7 @@ def test_heads_of_gemma_4_differ_by_kind() -> None:
 def test_sizes_by_hand() -> None:
     """Qwen3-Next: 3 tokens of 2 x 16 x 128 + 32 x 128 channels, and 32 x 128 x 128, 16 bits."""
     (sort,) = model_shape(PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"]).states
-    assert sort.state.nbytes(1) == 2 * (3 * 8192 + 32 * 128 * 128) == 1_097_728
+    assert sort.state.state_nbytes(1) == 2 * (3 * 8192 + 32 * 128 * 128) == 1_097_728
     # 2 heads x 256 x (K and V) x 2 bytes: 2 KiB a token, so 536 tokens, and 544 in steps of 16.
     assert made("Qwen/Qwen3-Next-80B-A3B-Instruct", 1).attention_block_tokens == 544
 
@@ -190,7 +196,7 @@ def test_sizes_by_hand() -> None:
 # --- the tests notice what is wrong
 
 
-def _kept_by_all(parts: states.Parts, rank: int, tp: int) -> tuple[int, int]:
+def _kept_by_all(parts: layer_states.Parts, rank: int, tp: int) -> tuple[int, int]:
     return 0, parts.count
 
 
@@ -203,20 +209,28 @@ def _divided_groups(
     return replace(made, window=(x, *shared))
 
 
-MAMBA2 = states.mamba2
+MAMBA2 = layer_states.mamba2
 
 
-def _without_window(state: states.LayerState) -> Any:
+def _without_window(state: layer_states.LayerState) -> Any:
     return iter(() if state.recurrent is None else (state.recurrent,))
 
 
 @pytest.mark.parametrize(
     ("target", "wrong", "name"),
     [
-        ("pdconn.tools.plan.states.Parts.held", _kept_by_all, "Qwen/Qwen3.5-27B"),
-        ("pdconn.tools.plan.hf.states.mamba2", _divided_groups, "tiiuae/Falcon-H1-34B-Instruct"),
-        ("pdconn.tools.plan.states.LayerState._pieces", _without_window, "LiquidAI/LFM2-1.2B"),
-        ("pdconn.tools.plan.states._CHANNEL_PARTS", 48, "ai21labs/Jamba-v0.1"),
+        ("pdconn.tools.plan.layer_states.Parts.held", _kept_by_all, "Qwen/Qwen3.5-27B"),
+        (
+            "pdconn.tools.plan.hf.state_layers.mamba2",
+            _divided_groups,
+            "tiiuae/Falcon-H1-34B-Instruct",
+        ),
+        (
+            "pdconn.tools.plan.layer_states.LayerState._pieces",
+            _without_window,
+            "LiquidAI/LFM2-1.2B",
+        ),
+        ("pdconn.tools.plan.layer_states._CHANNEL_PARTS", 48, "ai21labs/Jamba-v0.1"),
     ],
 )
 def test_another_state_is_noticed(

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.plan.errors import UnreadableConfig
-from pdconn.tools.plan.hf.config import model_shape
-from pdconn.tools.plan.hf.keys import text_keys
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.hf.config_keys import text_keys
+from pdconn.tools.plan.plan_errors import UnreadableConfig
 from tests.tools.plan.vllm.test_vllm_specs import Rows, ours, specs_of, theirs
 from tests.tools.plan.vllm.vllm_families import COMPARED
 

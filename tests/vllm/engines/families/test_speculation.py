@@ -10,7 +10,7 @@ import pytest
 
 from pdconn.tools.lab.client import prefill_then_decode
 from pdconn.tools.lab.compare import make_prompts
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.spec import EngineSpec
 from tests.vllm.engines.families.drafters import (
     DRAFTED,

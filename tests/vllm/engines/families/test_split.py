@@ -15,7 +15,7 @@ import pytest
 from pdconn.tools.lab.client import Client, prefill_then_decode
 from pdconn.tools.lab.compare import compare, make_prompts
 from pdconn.tools.lab.engine import Engine
-from pdconn.tools.lab.errors import RequestRefused
+from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import BLOCK, Configuration, Expected, cache_beside, engine

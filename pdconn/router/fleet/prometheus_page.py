@@ -1,0 +1,97 @@
+"""Samples of a Prometheus page, within bounds.  Pure, and takes any text.
+
+``prometheus_client.parser`` parses, one line at a time: only lines of the metrics that are wanted,
+each no longer than ``MAX_LINE``, so that a line that makes no sense costs itself alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+#: vLLM's page is some hundred KiB; a longer one is not read.
+MAX_PAGE_NBYTES = 4 << 20
+#: Characters of a line: a name, some labels, a number.
+MAX_LINE = 4096
+#: Characters that are given to the parser, of all lines together: a thousand ranks' or more.
+#: It takes up to 0.3 s for these, in which the router does nothing else.
+MAX_PARSED = 256 << 10
+#: The largest sensible count; above it floats skip whole numbers.
+MAX_COUNT = float(1 << 53)
+
+
+@dataclass(frozen=True, slots=True)
+class PageValues:
+    """Values of a page by metric.
+
+    Attributes:
+        by_name: of each rank and label; without the metrics that the page does not have.
+        num_ignored: lines of these metrics that made no sense.
+    """
+
+    by_name: Mapping[str, Sequence[float]]
+    num_ignored: int
+
+    def total(self, name: str) -> int | None:
+        """The sum over ranks and labels; None where the page does not have the metric."""
+        return int(sum(self.by_name[name])) if name in self.by_name else None
+
+
+def read_values(
+    text: str, limits: Mapping[str, float], max_nbytes: int = MAX_PAGE_NBYTES
+) -> PageValues:
+    """Values of the metrics that ``limits`` names, each from 0 to its limit.
+
+    Only the first ``max_nbytes`` characters are read, up to a whole line.
+
+    >>> read_values('a{rank="0"} 3\\na{rank="1"} 4\\nb 1', {"a": MAX_COUNT}).total("a")
+    7
+    """
+    if len(text) > max_nbytes:
+        text = text[: text.rfind("\n", 0, max_nbytes) + 1]
+    names = tuple(limits)
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    num_parsed = num_ignored = 0
+    for line in text.split("\n"):
+        if not line.startswith(names) or _name(line) not in limits:
+            continue  # also a longer name: vllm:num_requests_waiting_by_reason
+        num_parsed += min(len(line), MAX_LINE)
+        if num_parsed > MAX_PARSED:
+            break
+        sample = _sample(line, limits)
+        if sample is None:
+            num_ignored += 1
+        else:
+            values[sample.name].append(sample.value)
+    return PageValues(dict(values), num_ignored)
+
+
+def all_samples(text: str) -> list[Sample]:
+    """Every sample of a page of an engine of our own, unbounded."""
+    return [sample for each in text_string_to_metric_families(text) for sample in each.samples]
+
+
+def _name(line: str) -> str:
+    """The name of a line's metric."""
+    head = line[:MAX_LINE].partition("{")[0].split(maxsplit=1)
+    return head[0]
+
+
+def _sample(line: str, limits: Mapping[str, float]) -> Sample | None:
+    """The sample of a line, or None where it makes no sense."""
+    after_labels = line.rpartition("}")[2].split() if "}" in line else line.split()[1:]
+    if len(line) > MAX_LINE or len(after_labels) > 2:  # a value and perhaps a time stamp
+        return None
+    try:
+        (sample,) = all_samples(line)
+    except Exception:  # noqa: BLE001 - the parser raises many kinds on what is no sample
+        return None
+    limit = limits.get(sample.name)
+    if limit is None or not (math.isfinite(sample.value) and 0 <= sample.value <= limit):
+        return None
+    return sample

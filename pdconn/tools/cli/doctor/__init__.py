@@ -1,1 +1,0 @@
-"""``pdconn doctor``."""

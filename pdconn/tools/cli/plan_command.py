@@ -1,0 +1,192 @@
+"""``pdconn plan``: what a pull between two engines costs, computed without engines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pdconn.planning.errors import PlanningError
+from pdconn.store.errors import StoreError
+from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish, tokens
+from pdconn.tools.cli.stdout import terminal_width
+from pdconn.tools.cli.store.planned_store import configure_store, forecast_stored
+from pdconn.tools.plan.advice import advise
+from pdconn.tools.plan.drawing.picture import draw
+from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
+from pdconn.tools.plan.forecast import Forecast, forecast
+from pdconn.tools.plan.forecast_report import ForecastReport
+from pdconn.tools.plan.hf.config_json import model_shape
+from pdconn.tools.plan.hf.kv_dtype import BESIDE
+from pdconn.tools.plan.link import PRESETS, Link, parse_link
+from pdconn.tools.plan.model_shape import KV_DTYPES, ModelShape, in_kv_dtype
+from pdconn.tools.plan.plan_errors import ForecastError, ShapeError, UnreadableConfig
+from pdconn.tools.plan.shapes import built_in
+from pdconn.tools.plan.shapes_report import ShapesReport
+from pdconn.tools.plan.tables import IDS
+
+_EPILOG = """\
+Runs the planner of real pulls on the shapes of two engines. Needs no vLLM, no GPU and
+no model weights: a config.json, or a built-in shape (--list).
+
+ENGINE is written as tp=4,pp=1,layout=BHLNC,block=16; defaults are tp=1,pp=1,block=16
+and the layout that vLLM takes with pdconn: LBHNC, or LBNHC for MLA, whose one head
+makes them the same. A layout is a memory order, outermost first, of L(ayers),
+B(locks), H(eads), N (tokens of a block) and C(ontent). Some attention backends read
+few layouts: name one with backend=FLEX_ATTENTION.
+
+The last table has the same pull over every link that --link knows by name. A number
+with a ~ is assumed: it was not measured. A request is a pull like this one; so many a
+second is what the slowest rank's link carries.
+
+examples:
+  pdconn plan --model gemma-3-27b
+  pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=BHLNC --prompt 32768
+  pdconn plan --model gpt-oss-120b --dtype fp8 --link rdma-200
+  pdconn plan --model ./my-model --hit 4096 --link shm --json=plan.json --svg plan.svg
+  pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
+  pdconn plan --list
+
+exit codes:
+  0  planned, with or without warnings
+  2  bad options, a model that cannot be read, or engines that cannot exchange KV
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``pdconn plan``."""
+    parser.epilog = _EPILOG
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model", metavar="NAME|DIR|FILE", help="a built-in shape, or a config.json or its folder"
+    )
+    what.add_argument(
+        "--list", action="store_true", help="list the built-in shapes, and families of config.json"
+    )
+    parser.add_argument(
+        "--prefill", default="", metavar="ENGINE", help="the prefill engine, e.g. tp=4"
+    )
+    parser.add_argument(
+        "--decode", default="", metavar="ENGINE", help="the decode engine, e.g. tp=2"
+    )
+    parser.add_argument(
+        "--prompt",
+        type=tokens,
+        default=8192,
+        help="tokens of the prompt, e.g. 32k (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hit", type=tokens, default=0, help="tokens that decode has cached (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help=f"of keys and values: auto (the model's), {', '.join(KV_DTYPES)} (default: "
+        "%(default)s)",
+    )
+    _configure_links(parser)
+    parser.add_argument(
+        "--ids", choices=IDS, default="random",
+        help="order of a request's block ids (default: %(default)s)",
+    )  # fmt: skip
+    configure_store(parser.add_argument_group("a store"))
+    configure_json(parser)
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw one block and its descriptors as SVG"
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=0,
+        help="KV cache group of decode that --svg draws (default: %(default)s)",
+    )
+
+
+def _configure_links(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join(preset.name for preset in PRESETS)
+    parser.add_argument(
+        "--link",
+        default="400Gb/s",
+        help=f"of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefill-link", metavar="LINK", help="of each prefill rank (default: as --link)"
+    )
+    parser.add_argument(
+        "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the forecast."""
+    try:
+        check_file("--svg", args.svg)
+        check_file("--json", args.json)
+        if args.list:
+            publish(ShapesReport(), args.json, terminal_width())
+            return 0
+        made = _forecast(args)
+        stored = forecast_stored(args, made.decode)
+        report = ForecastReport(made, advise(made), stored)
+        if args.svg:
+            svg = draw(made.prefill, made.decode, args.group)
+            args.svg.write_text(svg, encoding="utf-8")
+        publish(report, args.json, terminal_width())
+    except (BadArgument, ForecastError, PlanningError, StoreError, OSError) as error:
+        print(f"pdconn plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _forecast(args: argparse.Namespace) -> Forecast:
+    model = _model(args.model, args.dtype)
+    return forecast(
+        _engine("--prefill", args.prefill, model),
+        _engine("--decode", args.decode, model),
+        args.prompt,
+        args.hit,
+        parse_link(args.link, args.descriptor_us),
+        prefill_link=_prefill_link(args.prefill_link),
+        ids=args.ids,
+    )
+
+
+def _prefill_link(text: str | None) -> Link | None:
+    try:
+        return None if text is None else parse_link(text)
+    except ShapeError as error:
+        raise error.of("prefill-") from error
+
+
+def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
+    try:
+        return parse_engine(text, model)
+    except ShapeError as error:
+        raise error.of(f"{option} ") from error
+
+
+def _model(given: str, dtype: str) -> ModelShape:
+    """Read the model from a file or folder if it exists, else take a built-in shape."""
+    path = Path(given)
+    if path.is_dir():
+        path /= "config.json"
+    elif not path.is_file():
+        return in_kv_dtype(built_in(given), dtype)
+    config, beside = _json(path), path.with_name(BESIDE)
+    is_folders = path.name == "config.json"
+    name = path.resolve().parent.name if is_folders else path.stem
+    # vLLM reads it of the folder: beside another file it may belong to another model.
+    quantization = _json(beside) if is_folders and beside.is_file() else None
+    try:
+        return model_shape(config, name, quantization, dtype)
+    except ShapeError as error:
+        raise error.of(f"{path} ") from error
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableConfig(str(path), "JSON", error) from error
