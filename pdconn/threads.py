@@ -90,11 +90,13 @@ class Box(Generic[T]):
     def take(self) -> list[T]:
         """Everything put so far, in order; never blocks."""
         items: list[T] = []
+        waiting = self.items
         try:
-            while True:
-                items.append(self.items.popleft())
+            for _ in range(len(waiting)):
+                items.append(waiting.popleft())
         except IndexError:
-            return items
+            return items  # another owner took the last of them
+        return items
 
     def take_back(self, is_meant: Callable[[T], bool]) -> list[T]:
         """Take what was put by the caller and no owner has taken yet; the rest keeps its order."""
@@ -126,13 +128,15 @@ class Box(Generic[T]):
         bed = threading.Lock()
         bed.acquire()
         self._sleepers.append(bed)
+        is_woken = False
         try:
             # What was put before the line above has seen no sleeper.
             if not self.items and not self.is_closed:
-                bed.acquire(timeout=-1 if timeout_s is None else timeout_s)
+                is_woken = bed.acquire(timeout=-1 if timeout_s is None else timeout_s)
         finally:
-            with contextlib.suppress(ValueError):  # it was woken
-                self._sleepers.remove(bed)
+            if not is_woken:
+                with contextlib.suppress(ValueError):  # it is woken just now
+                    self._sleepers.remove(bed)
         return bool(self.items)
 
     def wake(self) -> None:

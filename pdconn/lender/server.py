@@ -120,7 +120,7 @@ class Lender(Closing):
         self._inbox: SelectedBox[EngineCommand] = SelectedBox()
         self._outbox: Box[_LenderTurn | ThreadDied] = Box()
         self._freed: list[FreedLease] = []
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, int] = {}
         self._broken: str | None = None
         self.port: int = door.port
         loop = _LenderLoop(
@@ -175,10 +175,7 @@ class Lender(Closing):
     def take_counts(self) -> dict[str, int]:
         """Leases, claims, refusals and connections counted since the last call."""
         self._take_turns()
-        if not self._counts:
-            return {}
-        counts = dict(self._counts)
-        self._counts.clear()
+        counts, self._counts = self._counts, {}
         return counts
 
     def close(self) -> None:
@@ -195,7 +192,9 @@ class Lender(Closing):
                 self._broken = turn.error
             else:
                 self._freed += turn.freed
-                self._counts.update(turn.counts)
+                counts = self._counts
+                for name, amount in turn.counts.items():
+                    counts[name] = counts.get(name, 0) + amount
 
 
 @dataclass(frozen=True, slots=True)

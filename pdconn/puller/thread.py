@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import selectors
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +101,7 @@ class Puller(Closing):
         self._inbox: SelectedBox[_Posted] = SelectedBox()
         self._outbox: Box[_PullerTurn | ThreadDied] = Box()
         self._reports: list[Report] = []
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, int] = {}
         self._num_unreported = 0
         self._awaited: set[str] = set()
         self._broken: str | None = None
@@ -173,10 +173,7 @@ class Puller(Closing):
     def take_counts(self) -> dict[str, int]:
         """Why pulls failed, and how many were verified, since the last call."""
         self._take_turns()
-        if not self._counts:
-            return {}
-        counts = dict(self._counts)
-        self._counts.clear()
+        counts, self._counts = self._counts, {}
         return counts
 
     def close(self) -> None:
@@ -193,7 +190,9 @@ class Puller(Closing):
                 self._broken = turn.error
             else:
                 self._reports += turn.reports
-                self._counts.update(turn.counts)
+                counts = self._counts
+                for name, amount in turn.counts.items():
+                    counts[name] = counts.get(name, 0) + amount
 
 
 class _PullerLoop:

@@ -23,20 +23,18 @@ def is_woken(queue: SelectedBox[int], seconds: float) -> bool:
 
 
 class Interrupted(deque[int]):
-    """A deque in which an item is put just after the owner saw that it is empty."""
+    """A deque in which an item is put just after the owner took the last, or saw that none is."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         super().__init__()
         self._interrupt: Callable[[], None] | None = interrupt
 
     def popleft(self) -> int:
-        try:
-            return super().popleft()
-        except IndexError:
-            interrupt, self._interrupt = self._interrupt, None
-            if interrupt is not None:
-                interrupt()
-            raise
+        item = super().popleft()
+        interrupt, self._interrupt = self._interrupt, None
+        if not len(self) and interrupt is not None:
+            interrupt()
+        return item
 
     def __bool__(self) -> bool:
         found = len(self) > 0
