@@ -207,7 +207,7 @@ async def test_every_engine_that_is_tried_has_a_span_and_those_that_fail_say_so(
 
 @in_loop
 async def test_a_request_that_fails_is_marked(receiver: OtlpReceiver) -> None:
-    async with traced_deployment(receiver, request_timeout_s=0.2) as (d, traces):
+    async with traced_deployment(receiver, request_timeout_s=1.0) as (d, traces):
         d.decode[0].script = hang
         assert (await d.complete()).status == 504
         await until(lambda: not d.leases.held)
