@@ -34,6 +34,9 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     checksum: int
 
 
+_ENVELOPES = msgspec.msgpack.Decoder(Envelope)
+
+
 def pack(backend: str, name: str, payload: bytes) -> bytes:
     """The address of the peer called ``name``.
 
@@ -81,7 +84,7 @@ def _decoded(address: bytes) -> Envelope:
     if len(address) > MAX_ADDRESS_BYTES:
         raise BadAddress(f"address has {len(address)} bytes, at most {MAX_ADDRESS_BYTES} expected")
     try:
-        return msgspec.msgpack.decode(address, type=Envelope)
+        return _ENVELOPES.decode(address)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadAddress(f"{len(address)} bytes are not an address: {error}") from error
 

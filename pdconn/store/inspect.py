@@ -77,7 +77,7 @@ def read_layout(root: str | os.PathLike[str], namespace: str) -> StoreLayout | N
             return None
         if path.stat().st_size > _MOST_LAYOUT_NBYTES:
             raise InspectError(str(path), f"at most {_MOST_LAYOUT_NBYTES} bytes", "more")
-        layout = msgspec.json.decode(path.read_bytes(), type=StoreLayout)
+        layout = _LAYOUTS.decode(path.read_bytes())
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InspectError(str(path), "the layout of rows", error) from error
     except OSError as error:
@@ -110,6 +110,9 @@ def _check_layout(path: Path, layout: StoreLayout) -> None:
                     raise InspectError(f"{path}: {name}", "a number above 0", value)
         if not kind.sections:
             raise InspectError(f"{path}: sections", "at least one", "none")
+
+
+_LAYOUTS = msgspec.json.Decoder(StoreLayout)
 
 
 @dataclass(frozen=True, slots=True)

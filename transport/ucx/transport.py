@@ -67,6 +67,9 @@ class _Payload(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     protocol: str = "pdU1"  # which did not name itself
 
 
+_PAYLOADS = msgspec.msgpack.Decoder(_Payload)
+
+
 class UcxTransport(Transport):
     """A UCX worker called ``name`` plus a suffix that differs at every boot.
 
@@ -249,7 +252,7 @@ def _remote_lender(envelope: Envelope) -> RemoteLender:
         BadAddress: its payload is not that of a UCX transport of our protocol.
     """
     try:
-        payload = msgspec.msgpack.decode(envelope.payload, type=_Payload)
+        payload = _PAYLOADS.decode(envelope.payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadAddress(f"address of {envelope.name!r}: {error}") from error
     if payload.protocol != PROTOCOL:

@@ -50,6 +50,10 @@ class _Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_nbytes: int
 
 
+# Made here: two threads that decode a type with an enum for the first time crash in msgspec.
+_DECODER = msgspec.msgpack.Decoder(_Meta)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Footer:
     """What a row says of itself.  ``checksums`` has one uint64 per slab, in their order."""
@@ -121,7 +125,7 @@ def decode_footer(data: bytes | memoryview) -> Footer:
         raise RowDamaged("footer: its checksum differs")
     sums = np.frombuffer(body[: 8 * num_slabs], dtype="<u8").astype(np.uint64)
     try:
-        meta = msgspec.msgpack.decode(body[8 * num_slabs :][:meta_nbytes], type=_Meta)
+        meta = _DECODER.decode(body[8 * num_slabs :][:meta_nbytes])
         name = RowName(meta.kind, meta.key, meta.parent, meta.index)
     except (msgspec.MsgspecError, UnicodeDecodeError, FormatError) as error:
         raise RowDamaged(f"footer: {error}") from error

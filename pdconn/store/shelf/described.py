@@ -24,6 +24,9 @@ class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     region: str | None = None
 
 
+_DECODER = msgspec.json.Decoder(_Described)
+
+
 def place_of(root: str | os.PathLike[str]) -> BucketPlace | None:
     """The bucket of a root's rows; None for a root of files, or one that is not there.
 
@@ -39,7 +42,7 @@ def place_of(root: str | os.PathLike[str]) -> BucketPlace | None:
     if data is None:
         return None
     try:
-        found = msgspec.json.decode(data, type=_Described)
+        found = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(path, "what an engine wrote", data[:80]) from error
     if found.shelf != "obj":

@@ -67,6 +67,9 @@ class RowIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return data_key(self.writer, self.part, self.objects[number])
 
 
+_INDEXES = msgspec.msgpack.Decoder(RowIndex)
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectPiece:
     """Where ``nbytes`` are: in an object from ``at`` on, or here in ``data``."""
@@ -109,7 +112,7 @@ def decode_index(data: bytes) -> RowIndex:
     if _SUM.pack(xxhash.xxh3_64_intdigest(body)) != data[len(_MAGIC) : -len(body) or None]:
         raise RowDamaged("index: its checksum differs")
     try:
-        index = msgspec.msgpack.decode(body, type=RowIndex)
+        index = _INDEXES.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RowDamaged(f"index: {error}") from error
     problem = _problem(index)

@@ -41,10 +41,16 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: bytes | None = None
 
 
+_RECORDS = msgspec.msgpack.Decoder(Record)
+
+
 class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str
     kind: RowKind
     file_name: str
+
+
+_NAMES = msgspec.msgpack.Decoder(_Named)
 
 
 class RowEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +67,9 @@ class RowEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def data_keys(self) -> list[str]:
         """Keys of the objects, below the bucket's prefix."""
         return [data_key(self.writer, self.part, name) for name in self.objects]
+
+
+_ENTRIES = msgspec.json.Decoder(RowEntry)
 
 
 class ObjParts(FilesShelf):
@@ -163,7 +172,7 @@ class ObjParts(FilesShelf):
 
     def _recorded(self, path: str) -> Record:
         try:
-            return msgspec.msgpack.decode(read_whole(path) or b"", type=Record)
+            return _RECORDS.decode(read_whole(path) or b"")
         except msgspec.MsgspecError as error:
             raise ShelfFailure(f"{path}: not the record of a write: {error}") from error
         except OSError as error:
@@ -177,7 +186,7 @@ class ObjParts(FilesShelf):
         """What a part was being committed as, if that was begun."""
         try:
             data = read_whole(f"{path}.wrote{_NAMED}")
-            found = None if data is None else msgspec.msgpack.decode(data, type=_Named)
+            found = None if data is None else _NAMES.decode(data)
         except msgspec.MsgspecError:
             return None  # torn: the row was not made yet
         except OSError as error:
@@ -217,6 +226,6 @@ def read_entry(path: str) -> RowEntry | None:
     finally:
         os.close(opened[0])
     try:
-        return msgspec.json.decode(line, type=RowEntry)
+        return _ENTRIES.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
