@@ -104,7 +104,7 @@ def one_layer() -> KVCacheReferences:
 def test_a_lender_that_answers_oddly_is_greeted_again_and_pulls_go_on(body: bytes) -> None:
     with (
         answering(body) as (port, accepted),
-        WarmPair(also_warm=(Place("127.0.0.1", port),), claim_timeout_s=0.5) as pair,
+        WarmPair(also_warm=(Place("127.0.0.1", port),), claim_timeout_s=2.0) as pair,
     ):
         pair.wait(lambda: len(accepted) > 2, SECONDS)
         pair.pull("d", pair.lend("r"))

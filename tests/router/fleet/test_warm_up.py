@@ -98,11 +98,11 @@ async def test_a_pair_whose_pulls_fail_is_not_warm_and_the_cause_is_logged(
 ) -> None:
     """Decode answers all the same: it computes the prompt, and "handed over" was 100 %."""
     caplog.set_level("WARNING")
-    async with fleet(1, 2, limit_s=0.2) as f:
+    async with fleet(1, 2, limit_s=0.01) as f:
         f.decode[0].pull_fails = UNVERIFIED
         await f.warm_up.wait()
-        assert f.warm_up.num_warm == 1, "the other pair"
-        assert len(asked(f.decode[0])) > 1, "it is tried again"
+        await until(lambda: f.warm_up.num_warm == 1)  # the other pair
+        await until(lambda: len(asked(f.decode[0])) > 2)  # it is tried again
         (line,) = [one.getMessage() for one in caplog.records if "not warm" in one.getMessage()]
         assert f.decode[0].url in line
         assert "without checksums to compare" in line
@@ -150,11 +150,11 @@ async def test_a_decode_that_computes_without_a_try_is_not_warm(
 ) -> None:
     """One whose connector takes no ticket, as with kv_role kv_producer on both."""
     monkeypatch.setattr(warm_up, "COUNTED_S", 0.05)
-    async with fleet(1, 1, limit_s=0.3) as f:
+    async with fleet(1, 1, limit_s=0.01) as f:
         monkeypatch.setattr(FakeEngine, "pull", lambda engine, seen: None)
         await f.warm_up.wait()
+        await until(lambda: "it computed the prompt itself" in caplog.text)
         assert f.warm_up.num_warm == 0
-        assert "it computed the prompt itself" in caplog.text
 
 
 @in_loop

@@ -28,8 +28,7 @@ async def test_after_a_failure_so_many_other_engines_are_asked(retries, asked) -
         numbers = {"num_prefill": 4} if role == "prefill" else {"num_decode": 4}
         async with deployment(require_prefill=True, retries=retries, **numbers) as d:
             engines = getattr(d, role)
-            for engine in engines:
-                await engine.stop()
+            await asyncio.gather(*(engine.stop() for engine in engines))
             assert (await d.complete()).status == 503
             tried = [d.metric("retries_total", role=role, engine=one.url) for one in engines]
             assert sum(tried) == asked
@@ -64,7 +63,7 @@ async def test_an_engine_that_does_not_know_a_response_has_not_failed() -> None:
 
 @in_loop
 async def test_a_prefill_that_takes_too_long_is_left_for_another_and_is_not_down() -> None:
-    async with deployment(num_prefill=2, prefill_timeout_s=0.1) as d:
+    async with deployment(num_prefill=2, prefill_timeout_s=1.0) as d:
         slow, other = d.prefill
         slow.script = hang
         assert (await d.complete()).body == ANSWER
@@ -105,11 +104,11 @@ async def test_where_prefill_is_required_the_client_learns_that_it_was_late() ->
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @in_loop
 async def test_an_answer_that_does_not_begin_in_time_is_504_and_no_block_stays_lent(role) -> None:
-    async with deployment(request_timeout_s=0.2) as d:
+    async with deployment(request_timeout_s=1.0) as d:
         getattr(d, role)[0].script = hang
         reply = await d.complete()
         assert reply.status == 504
-        assert reply.error["message"] == "no answer within 0.2 s"
+        assert reply.error["message"] == "no answer within 1 s"
         assert reply.error["type"] == "GatewayTimeoutError"
         assert d.outcome("timed_out") == 1
         await until(lambda: getattr(d, role)[0].aborted)
@@ -119,7 +118,7 @@ async def test_an_answer_that_does_not_begin_in_time_is_504_and_no_block_stays_l
 @in_loop
 async def test_an_answer_that_does_not_end_in_time_is_broken_off() -> None:
     """Its client must not take what it got for the whole."""
-    async with deployment(request_timeout_s=0.3) as d:
+    async with deployment(request_timeout_s=1.0) as d:
         d.decode[0].num_chunks, d.decode[0].chunk_pause_s = 10_000, 0.01
         with pytest.raises(aiohttp.ClientError):
             await d.complete(stream=True)
@@ -140,7 +139,7 @@ async def test_what_is_served_in_time_is_served_whole() -> None:
 @in_loop
 async def test_the_wait_for_a_place_counts_as_the_requests_time() -> None:
     async with deployment(
-        request_timeout_s=0.3, max_requests=1, max_queue=1, queue_timeout_s=60
+        request_timeout_s=1.0, max_requests=1, max_queue=1, queue_timeout_s=60
     ) as d:
         d.decode[0].script = hang
 
@@ -156,7 +155,7 @@ async def test_the_wait_for_a_place_counts_as_the_requests_time() -> None:
 
 @in_loop
 async def test_a_passed_request_ends_in_time_too() -> None:
-    async with deployment(request_timeout_s=0.2) as d:
+    async with deployment(request_timeout_s=1.0) as d:
         for engine in (*d.prefill, *d.decode):
             engine.tokenizes.clear()
             engine.tokenize = lambda seen: [1]

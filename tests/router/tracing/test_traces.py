@@ -252,7 +252,7 @@ async def test_a_span_whose_answer_breaks_off_has_failed(receiver: OtlpReceiver,
 
 @in_loop
 async def test_a_request_that_fails_is_marked(receiver: OtlpReceiver) -> None:
-    async with traced_deployment(receiver, request_timeout_s=0.2) as (d, traces):
+    async with traced_deployment(receiver, request_timeout_s=1.0) as (d, traces):
         d.decode[0].script = hang
         assert (await d.complete()).status == 504
         await until(lambda: not d.leases.held)

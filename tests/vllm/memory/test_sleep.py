@@ -12,6 +12,7 @@ import pytest
 
 from pdconn.puller import reader_thread
 from pdconn.tools.lab.ports import free_ports
+from tests.threads.inside import num_open
 from tests.vllm.memory.sleeping import Core, Deaf, Engines, fall_asleep, greet, wake_up
 from tests.vllm.runner.rig import LENT, PULLED, rig
 from transport import BackendFailure
@@ -170,7 +171,7 @@ def test_a_request_that_waits_while_decode_sleeps_claims_its_ticket_anew(make: M
         decode.scheduler.update_state_after_alloc(request, blocks, count)
         assert both.ended(request.request_id) == "received"
         assert both.is_pulled()
-    assert decode.worker._worker._puller.num_open == 0
+    assert num_open(decode.worker._worker._puller) == 0
 
 
 def test_the_user_is_told_of_the_sleep(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,8 +30,8 @@ def loads() -> bool:
 pytestmark = pytest.mark.skipif(not loads(), reason="NIXL's OBJ back end does not load here")
 
 
-def opened(place: BucketPlace, wait_s: float = 20.0) -> NixlObjects:
-    return NixlObjects("objects-of-tests", open_bucket(place).nixl_options(), wait_s)
+def opened(place: BucketPlace) -> NixlObjects:
+    return NixlObjects("objects-of-tests", open_bucket(place).nixl_options(), 20.0)
 
 
 def test_an_object_of_several_pieces_is_read_in_ranges_of_any_size(place: BucketPlace) -> None:
@@ -65,10 +65,10 @@ def test_a_read_that_was_given_up_never_writes_to_its_callers_memory(
     place: BucketPlace, server: S3Server
 ) -> None:
     with Relay(server.endpoint) as relay:
-        agent = opened(BucketPlace(place.bucket, "", relay.endpoint, place.region), wait_s=0.3)
+        agent = opened(BucketPlace(place.bucket, "", relay.endpoint, place.region))
         agent.put("a", [pages(b"A" * 4096)])
         agent.put("b", [pages(b"B" * 4096)])
-        relay.delay_s = 1.5
+        patience_s, agent._wait_s, relay.delay_s = agent._wait_s, 0.3, 1.5
         into = pages(b"." * 4096)
         began = time.monotonic()
         with pytest.raises(BackendFailure, match="no answer"):
@@ -76,7 +76,7 @@ def test_a_read_that_was_given_up_never_writes_to_its_callers_memory(
         assert time.monotonic() - began < 1.5
         (given_up,) = agent._stuck
         assert agent._memory is not given_up.memory, "what it still writes to is its own"
-        relay.delay_s = 0.0
+        agent._wait_s, relay.delay_s = patience_s, 0.0
         next_read = pages(4096)
         agent.get([("b", 0, next_read)])
         assert next_read == b"B" * 4096
