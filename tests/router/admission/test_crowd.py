@@ -46,7 +46,7 @@ def is_good(served: Served) -> bool:
     return 8 <= len(served.took_s) >= 10 * len(served.failed)
 
 
-@pytest.mark.parametrize("files", [64, 1024])
+@pytest.mark.parametrize("files", [64, pytest.param(1024, marks=pytest.mark.matrix)])
 @in_loop
 async def test_good_clients_are_served_beside_200_slow_and_200_silent_ones(
     files: int, tmp_path: Path

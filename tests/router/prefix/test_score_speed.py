@@ -59,6 +59,7 @@ def test_scoring_is_linear_in_blocks() -> None:
     assert is_below(16 * 1.5, lambda: score_s(long), lambda: score_s(short))
 
 
+@pytest.mark.matrix
 def test_the_list_scan_is_slower_still_in_pods() -> None:
     """The control: what grows with pods is noticed by such a ratio."""
     few, many = fleet(8, 512, 16, True), fleet(64, 512, 16, True)

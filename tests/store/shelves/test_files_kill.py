@@ -54,7 +54,7 @@ def files_below(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("is_torn", [False, True])
+@pytest.mark.parametrize("is_torn", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_a_save_that_is_killed_before_any_call_leaves_whole_rows_only(
     tmp_path: Path, is_torn: bool
 ) -> None:

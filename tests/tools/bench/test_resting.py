@@ -14,6 +14,9 @@ pytest.importorskip("vllm", reason="needs vllm")
 
 from transport.nixl.transport import NixlTransport
 
+# That an agent of ours rests is held by tests/transport/contract/test_nixl.py.
+pytestmark = pytest.mark.matrix
+
 _IDLE = """
 import resource, sys, time
 import nixl._api as api
