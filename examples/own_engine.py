@@ -26,7 +26,7 @@ from pdconn.planning.plan import Need, window_start
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket, prompt_digest
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.puller.verification import Verify
 from registration import AttentionKind, RegisteredKVMemory, allocation

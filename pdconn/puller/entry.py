@@ -29,9 +29,9 @@ from pdconn.protocol.messages import (
     Renew,
 )
 from pdconn.protocol.ticket import Ticket
+from pdconn.puller.commands import ClaimOutcome, PullRecord
 from pdconn.puller.peers import Peer
 from pdconn.puller.reads import ReadSettled, Summed
-from pdconn.puller.results import ClaimOutcome, PullRecord
 from pdconn.puller.verification import Verification
 from transport import ReadStats, TransportError
 

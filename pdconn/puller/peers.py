@@ -1,5 +1,7 @@
 """The lenders that a decode rank knows: one peer per lender boot, in one table.
 
+``Rank`` is we ourselves: a lender is paired with our memory once its KV means the same as ours.
+
 ``PeerTable`` dials, greets and sorts what lenders say.  Connections come from a :class:`Dialer`;
 what happened to a peer is an event, and the table's owner takes them from
 :attr:`PeerTable.events`::
@@ -15,15 +17,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdconn.integrity.reader import Checks
 from pdconn.lifecycle.peer import TRANSITIONS, PeerState
-from pdconn.planning.errors import PlanningError
+from pdconn.planning.errors import Incompatible, PlanningError
 from pdconn.planning.plan import Pairing
-from pdconn.protocol.errors import ProtocolError
+from pdconn.protocol.compat import trait_differences, traits_digest
+from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     FromLender,
@@ -36,10 +39,69 @@ from pdconn.protocol.messages import (
     encode_frames,
 )
 from pdconn.protocol.ticket import Ticket
-from pdconn.puller.rank import check_welcome
 from pdconn.puller.reads import Connect, Connected, Disconnect, Job
 from pdconn.sidechannel.connection import SideChannelLost, Unauthenticated
+from registration.references import KVCacheReferences
 from transport import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which decode rank this is, and what its memory looks like.
+
+    ``rank`` of ``of`` ranks pull every request together; ``spread`` says which of a
+    peer's replicas to prefer; ``traits`` must equal the lender's (:mod:`pdconn.protocol.compat`).
+    """
+
+    engine_id: str
+    rank: int
+    of: int
+    spread: int
+    references: KVCacheReferences
+    traits: dict[str, str]
+
+    def pair(self, welcome: Welcome) -> Pairing:
+        """Match a lender that answered our greeting with us.
+
+        Raises:
+            Incompatible: naming the field and both values, and what blocks hold.
+        """
+        check_traits(self.traits, welcome)
+        theirs = [rank.references for rank in welcome.ranks]
+        try:
+            return Pairing.of(self.references, theirs, self.spread)
+        except Incompatible as error:
+            content = self.traits.get("block_content", "")
+            raise Incompatible(*error.differences, content=content) from None
+
+
+def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
+    """Whether both sides mean the same by the bytes of a block.
+
+    Without traits of our own nothing is compared.
+
+    Raises:
+        Incompatible: every trait that differs, by name.
+    """
+    if ours and (differences := trait_differences(ours, welcome.traits)):
+        raise Incompatible(*differences)
+
+
+def check_welcome(welcome: Welcome, engine_id: str | None, incarnation: str | None) -> None:
+    """Whether the lender is the one that a ticket named.
+
+    Raises:
+        PeerMismatch: another version, engine or boot, or traits of another digest.
+    """
+    for name, ours, theirs in (
+        ("version", PROTOCOL_VERSION, welcome.version),
+        ("engine_id", engine_id, welcome.engine_id),
+        ("incarnation", incarnation, welcome.incarnation),
+        ("digest", traits_digest(welcome.traits), welcome.digest),
+    ):
+        if ours != theirs:
+            raise PeerMismatch(name, ours, theirs)
+
 
 log = logging.getLogger(__name__)
 

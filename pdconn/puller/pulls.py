@@ -41,8 +41,11 @@ from pdconn.puller.commands import (
     ClaimTicket,
     Command,
     CompareAnew,
+    FailedPull,
     FailPull,
     ReadBlocks,
+    Released,
+    Report,
 )
 from pdconn.puller.entry import Measured, PullAlarms, PullEntry
 from pdconn.puller.peers import (
@@ -54,10 +57,9 @@ from pdconn.puller.peers import (
     PeerReplied,
     PeerTable,
     PeerWelcomed,
+    Rank,
 )
-from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Connected, Job, JobResult, Read, ReadSettled, Sum, Summed
-from pdconn.puller.results import FailedPull, Released, Report
 from pdconn.puller.verification import CannotVerify, Verifier, Verify
 from pdconn.puller.warmup import PeerWarmup, ProbeRead, WarmUp
 from transport import PeerLost, PeerUnknown

@@ -13,8 +13,7 @@ from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import ChecksumRequest, Reader
 from pdconn.protocol.proof import NOTHING, PieceSum
 from pdconn.protocol.ticket import Ticket
-from pdconn.puller.peers import Peer
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Peer, Rank
 
 
 class Verify(StrEnum):

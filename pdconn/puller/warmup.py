@@ -20,8 +20,7 @@ import numpy as np
 
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience
-from pdconn.puller.peers import Peer, PeerTable
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Peer, PeerTable, Rank
 from pdconn.puller.reads import Job, Read, ReadSettled
 from pdconn.puller.warmup_state import Pauses, Place, PlaceWarmup, WarmupState, WarmupStep
 from registration.references import KVCacheReferences

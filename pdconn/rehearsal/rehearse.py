@@ -30,7 +30,7 @@ from pdconn.protocol.auth import Secret
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.puller.verification import Verify
 from pdconn.rehearsal.borrowed import BorrowedTransport

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdconn.protocol.messages import RefusalReason
-from pdconn.puller.results import PullRecord
+from pdconn.puller.commands import PullRecord
 from pdconn.vllm.store.metrics import STORE_COUNTERS, STORE_GAUGES
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]

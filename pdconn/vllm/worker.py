@@ -21,9 +21,8 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import CompareAnew, ReadBlocks
-from pdconn.puller.rank import Rank
-from pdconn.puller.results import NO_RESULTS, PullResults
-from pdconn.puller.thread import Puller
+from pdconn.puller.peers import Rank
+from pdconn.puller.thread import NO_RESULTS, Puller, PullResults
 from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import FailLoad, Fetch, FetchResult, LoadRows

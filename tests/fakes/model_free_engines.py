@@ -28,7 +28,7 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.sidechannel.security import Security
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references

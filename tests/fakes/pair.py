@@ -18,12 +18,9 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
-from pdconn.puller.dialer import Resolve
-from pdconn.puller.peers import MAX_PEERS
-from pdconn.puller.rank import Rank
-from pdconn.puller.results import PullRecord, PullResults
-from pdconn.puller.thread import Puller
+from pdconn.puller.commands import CancelPull, ClaimTicket, PullRecord, ReadBlocks
+from pdconn.puller.peers import MAX_PEERS, Rank
+from pdconn.puller.thread import Puller, PullResults, Resolve
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
 from pdconn.puller.warmup_state import Pauses, Place

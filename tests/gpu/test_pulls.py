@@ -16,9 +16,8 @@ import pytest
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.messages import RankGeometry
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
-from pdconn.puller.results import PullResults
-from pdconn.puller.thread import Puller
+from pdconn.puller.peers import Rank
+from pdconn.puller.thread import Puller, PullResults
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
 from pdconn.puller.warmup_state import Place

@@ -15,9 +15,8 @@ import pytest
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.messages import RankGeometry
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
-from pdconn.puller.results import PullResults
-from pdconn.puller.thread import Puller
+from pdconn.puller.peers import Rank
+from pdconn.puller.thread import Puller, PullResults
 from tests.gpu.bytes_on import BytesOn
 from tests.gpu.cases import BLANK, Case, Request, allocated
 from tests.gpu.rigs import PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of

@@ -17,7 +17,7 @@ import pytest
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from tests.fakes.pair import TRAITS, Cache, Pair
 from transport import PeerLost

@@ -22,8 +22,8 @@ from pdconn.puller.peers import (
     PeerReplied,
     PeerTable,
     PeerWelcomed,
+    Rank,
 )
-from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Connect, Connected, Disconnect, Job
 from tests.fakes.pair import TRAITS, Cache
 from tests.puller.renewals.one_rank import ConnectionEnd

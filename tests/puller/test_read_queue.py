@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.puller.read_queue import CHUNK_S, MOST_NBYTES, ChunkSizer, PeerReadQueue, QueuedRead
-from pdconn.puller.reader_thread import HeldTransport, ReaderThread
-from pdconn.puller.reads import JobResult, Read, ReadSettled, TransportJobs
+from pdconn.puller.reads import (
+    HeldTransport,
+    JobResult,
+    Read,
+    ReaderThread,
+    ReadSettled,
+    TransportJobs,
+)
 from pdconn.threads import Box
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.testing.inprocess.faults import Failing, Held

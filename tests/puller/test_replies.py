@@ -14,8 +14,7 @@ from pdconn.protocol.messages import (
     Refused,
     Rejected,
 )
-from pdconn.puller.commands import ReadBlocks
-from pdconn.puller.results import FailedPull
+from pdconn.puller.commands import FailedPull, ReadBlocks
 from tests.puller.renewals.one_rank import BLOCKS, CLAIM_S, OneRank
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from pdconn.protocol.ticket import Ticket
-from pdconn.puller.commands import ClaimTicket
-from pdconn.puller.results import ClaimOutcome, PullResults
+from pdconn.puller.commands import ClaimOutcome, ClaimTicket
+from pdconn.puller.thread import PullResults
 from tests.simulation.decode import Decode, DecodeRank, Request
 
 

@@ -9,12 +9,11 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
-from pdconn.puller.peers import Peer
+from pdconn.puller.peers import Peer, Rank
 from pdconn.puller.pulls import Pulls
-from pdconn.puller.rank import Rank
 from pdconn.puller.read_queue import ChunkSizer
 from pdconn.puller.reads import Job, JobResult, ReadSettled, TransportJobs
-from pdconn.puller.results import PullResults
+from pdconn.puller.thread import PullResults
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import ProbeRead, WarmUp
 from pdconn.puller.warmup_state import Place

@@ -29,7 +29,7 @@ from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.puller.warmup import WarmUp
 from pdconn.puller.warmup_state import Place

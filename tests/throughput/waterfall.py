@@ -32,7 +32,7 @@ from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS

@@ -39,13 +39,13 @@ from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
 from pdconn.puller.commands import (
     AbandonPull,
     CancelPull,
+    ClaimOutcome,
     ClaimTicket,
     Command,
     FailPull,
     ReadBlocks,
 )
 from pdconn.puller.peers import PeerKey
-from pdconn.puller.results import ClaimOutcome
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.kinds import may_lag
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits

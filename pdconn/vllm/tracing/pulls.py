@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdconn import __version__
-from pdconn.puller.results import PullRecord
+from pdconn.puller.commands import PullRecord
 from pdconn.vllm.metadata import PdWorkerReport
 from pdconn.vllm.scheduler_part import SchedulerPart
 

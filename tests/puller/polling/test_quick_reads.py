@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from pdconn.puller.read_queue import ChunkSizer
-from pdconn.puller.reader_thread import HeldTransport, ReaderThread
 from pdconn.puller.reads import (
     QUICK_NBYTES,
     QUICK_RUNS,
     Connect,
     Connected,
     Disconnect,
+    HeldTransport,
     JobResult,
     Read,
+    ReaderThread,
     ReadSettled,
     TransportJobs,
 )

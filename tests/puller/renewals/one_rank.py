@@ -17,9 +17,8 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.peers import Peer
+from pdconn.puller.peers import Peer, Rank
 from pdconn.puller.pulls import Pulls
-from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Connect, Connected, Job, Read, ReadSettled
 from tests.fakes.pair import TRAITS, Cache
 from transport import PeerId, ReadStats, Settled

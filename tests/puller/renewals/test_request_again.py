@@ -6,8 +6,7 @@ import pytest
 
 from pdconn.lifecycle.pull import PullState
 from pdconn.protocol.messages import Granted, Renew
-from pdconn.puller.commands import CancelPull
-from pdconn.puller.results import FailedPull
+from pdconn.puller.commands import CancelPull, FailedPull
 from tests.puller.renewals.one_rank import OneRank
 
 TTL_MS = 9000

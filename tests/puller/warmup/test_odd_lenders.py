@@ -24,7 +24,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.puller.dialer import MAX_LOOKUPS
+from pdconn.puller.thread import MAX_LOOKUPS
 from pdconn.puller.warmup_state import Place
 from pdconn.sidechannel.security import Security
 from registration.references import (

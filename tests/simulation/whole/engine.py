@@ -38,7 +38,7 @@ from vllm.v1.request import Request
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, Command
-from pdconn.puller.results import PullResults
+from pdconn.puller.thread import PullResults
 from pdconn.puller.verification import Verify
 from pdconn.vllm.blocks.splits import UNSPLIT
 from pdconn.vllm.metadata import PdWorkerReport

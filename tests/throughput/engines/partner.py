@@ -26,7 +26,7 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Described, RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS

@@ -25,7 +25,7 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.sidechannel.security import Security
 from pdconn.tools.bench.transfer.arena import BenchMemory

@@ -40,7 +40,7 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Described, RankGeometry
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.rank import Rank
+from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.tools.output.table import table
 from registration.references import (

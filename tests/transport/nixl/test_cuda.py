@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdconn.puller.reader_thread import HeldTransport, ReaderThread
-from pdconn.puller.reads import Connect, Connected, JobResult, Read
+from pdconn.puller.reads import Connect, Connected, HeldTransport, JobResult, Read, ReaderThread
 from pdconn.threads import Box
 from tests.transport.nixl.scripted import World
 from transport.address import pack

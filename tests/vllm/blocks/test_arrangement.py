@@ -29,7 +29,7 @@ from pdconn.protocol.compat import Difference, trait_differences
 from pdconn.protocol.limits import MAX_TEXT
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.rank import Rank as PullingRank
+from pdconn.puller.peers import Rank as PullingRank
 from pdconn.vllm.blocks import arrangement
 from pdconn.vllm.blocks.arrangement import Unit, arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references

@@ -10,8 +10,7 @@ import pytest
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.prefix import lend_of, ticket_from
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
-from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
-from pdconn.puller.results import ClaimOutcome
+from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, ReadBlocks
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.patches.request_writes import shorten

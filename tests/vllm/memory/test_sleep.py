@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.puller import reader_thread
+from pdconn.puller import reads
 from pdconn.tools.lab.ports import free_ports
 from tests.threads.inside import num_open
 from tests.vllm.memory.sleeping import Core, Deaf, Engines, fall_asleep, greet, wake_up
@@ -138,7 +138,7 @@ def test_decode_does_not_sleep_while_a_read_can_write(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory would be unmapped, or another's, when the read lands."""
-    monkeypatch.setattr(reader_thread, "DRAIN_S", 0.2)
+    monkeypatch.setattr(reads, "DRAIN_S", 0.2)
     both = make()
     both.network.script = lambda _: Held()
     both.decode.ask(both.lent("r"))

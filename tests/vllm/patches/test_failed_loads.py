@@ -12,8 +12,16 @@ import pytest
 pytest.importorskip("vllm")
 
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.commands import AbandonPull, ClaimTicket, Command, FailPull, ReadBlocks
-from pdconn.puller.results import NO_RESULTS, ClaimOutcome, FailedPull, PullResults
+from pdconn.puller.commands import (
+    AbandonPull,
+    ClaimOutcome,
+    ClaimTicket,
+    Command,
+    FailedPull,
+    FailPull,
+    ReadBlocks,
+)
+from pdconn.puller.thread import NO_RESULTS, PullResults
 from pdconn.store.rank.copies import HostCopies
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.config import ConfigError

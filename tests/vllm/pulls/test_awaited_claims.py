@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdconn.puller.commands import CancelPull, ClaimTicket, FailPull, ReadBlocks
-from pdconn.puller.results import ClaimOutcome
+from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, FailPull, ReadBlocks
 from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from tests.fakes.simulated.hooks import allocated, finished, half_of, matched
 from tests.vllm.pulls.test_pulling import BLOCKS, MAX_MODEL_LEN, PROMPT, kinds, request

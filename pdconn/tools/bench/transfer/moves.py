@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.reader_thread import HeldTransport, ReaderThread
-from pdconn.puller.reads import JobResult, Read, ReadSettled
+from pdconn.puller.reads import HeldTransport, JobResult, Read, ReaderThread, ReadSettled
 from pdconn.sidechannel.clock import steady
 from pdconn.threads import Box, ThreadDied
 from pdconn.tools.bench.bench_errors import BenchError
