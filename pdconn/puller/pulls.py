@@ -1,4 +1,4 @@
-"""The pulls of one decode rank, without its threads and sockets.
+"""The pulls of one decode rank, and each request in work, without threads and sockets.
 
 ::
 
@@ -15,39 +15,35 @@ is an event in the peer table, and each call ends by handling those (:meth:`Pull
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
-from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState
-from pdconn.planning.gaps import NO_GAPS
-from pdconn.planning.plan import Plan
+from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState, ToLender
+from pdconn.planning.errors import PlanningError
+from pdconn.planning.gaps import NO_GAPS, Gaps
+from pdconn.planning.plan import Moved, Need, Plan
+from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError, TicketError
-from pdconn.protocol.messages import (
-    Checksum,
-    ChecksumUnavailable,
-    Confirmed,
-    FromReader,
-    Granted,
-    PullReply,
-    Reader,
-)
-from pdconn.protocol.ticket import check_blocks
+from pdconn.protocol.messages import Checksum, FromReader, PullReply, Reader
+from pdconn.protocol.ticket import Ticket, check_blocks
 from pdconn.puller.commands import (
     AbandonPull,
+    ClaimOutcome,
     ClaimTicket,
     Command,
     CompareAnew,
     FailedPull,
     FailPull,
+    PullRecord,
     ReadBlocks,
     Released,
     Report,
 )
-from pdconn.puller.entry import Measured, PullAlarms, PullEntry
 from pdconn.puller.peers import (
     MAX_PEERS,
     Dialer,
@@ -60,11 +56,210 @@ from pdconn.puller.peers import (
     Rank,
 )
 from pdconn.puller.reads import Connected, Job, JobResult, Read, ReadSettled, Sum, Summed
-from pdconn.puller.verification import CannotVerify, Verifier, Verify
+from pdconn.puller.verification import CannotVerify, Verification, Verifier, Verify
 from pdconn.puller.warmup import PeerWarmup, ProbeRead, WarmUp
-from transport import PeerLost, PeerUnknown
+from transport import PeerLost, PeerUnknown, ReadStats, TransportError
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Times and sizes of a pull as they become known; clock readings in seconds."""
+
+    claimed: float
+    asked: float = 0.0
+    granted: float = 0.0
+    plan_s: float = 0.0
+    plan_began: float = 0.0
+    moved: Moved = field(default_factory=Moved)
+    begins: tuple[tuple[int, int], ...] = ()
+    num_descriptors: int = 0
+    post_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def add(self, stats: ReadStats) -> None:
+        """One of the reads settled."""
+        self.num_descriptors += stats.num_descriptors
+        self.post_s = max(self.post_s, stats.post_s)
+        self.transfer_s = max(self.transfer_s, stats.transfer_s)
+
+    def record(self, request: str, now: float) -> PullRecord:
+        """The pull was received at ``now``."""
+        return PullRecord(
+            request,
+            self.moved,
+            self.num_descriptors,
+            self.granted - self.claimed,
+            self.plan_s,
+            self.plan_s if 0 < self.granted <= self.plan_began else 0.0,
+            self.post_s,
+            self.transfer_s,
+            now - self.asked,
+            now - self.claimed,
+            self.begins,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PullEntry:
+    """A request: its machine, its lender, and what is in flight for it.
+
+    Attributes:
+        plan: or why there is none.
+        gaps: what the plan leaves of our blocks.
+        reading: reads that have not settled.
+        alarm: when the entry is looked at, at the latest.
+        is_awaited: whether the engine hears what comes of the claim; ``told``: the state it knows.
+    """
+
+    request: str
+    reader: Reader
+    ticket: Ticket
+    digest: bytes
+    machine: Pull
+    peer: Peer
+    measured: Measured
+    need: Need | None = None
+    plan: Plan | str | None = None
+    gaps: Gaps = NO_GAPS
+    verification: Verification | None = None
+    reading: int = 0
+    error: str | None = None
+    alarm: float | None = None
+    is_awaited: bool = False
+    told: PullState | None = None
+
+    def message(self, effect: ToLender) -> FromReader:
+        """What the lender is sent."""
+        request = self.ticket.request_id
+        if isinstance(effect, machine.SendClaim):
+            return messages.Claim(effect.seq, request, self.reader, self.digest)
+        if isinstance(effect, machine.SendRenew):
+            return messages.Renew(effect.seq, request, self.reader)
+        if isinstance(effect, machine.SendConfirm):
+            return messages.Confirm(effect.seq, request, self.reader, self.digest)
+        return messages.Done(request, self.reader, self.digest)
+
+    def claim_outcome(self) -> ClaimOutcome | None:
+        """What the engine must hear of its claim now."""
+        pull, reader = self.machine, self.reader
+        # Once the blocks are wanted, it is the pull that is reported, received or failed.
+        if not self.is_awaited or pull.wanted or pull.state is self.told:
+            return None
+        if pull.state not in (PullState.HELD, PullState.FAILED):
+            return None
+        self.told = pull.state
+        return ClaimOutcome(self.request, reader.pull, reader.rank, pull.reason)
+
+    def make_plan(self, clock: Callable[[], float]) -> None:
+        """Plan the reads; what is wrong with them is kept instead."""
+        pairing = self.peer.pairing
+        assert pairing is not None
+        assert self.need is not None
+        began = clock()
+        try:
+            plan = self.plan = pairing.plan(self.need, self.ticket.blocks)
+            self.gaps = pairing.gaps(self.need)
+        except (PlanningError, TransportError) as error:
+            self.plan = f"{type(error).__name__}: {error}"
+        else:
+            known = self.measured
+            known.moved, known.begins = plan.moved, plan.begins
+            known.plan_began, known.plan_s = began, clock() - began
+
+    def settled(self, result: ReadSettled) -> list[Effect]:
+        """One of the reads is over; the machine hears of the last one."""
+        self.reading -= 1
+        self.measured.add(result.settled.stats)
+        if (error := result.settled.error) is not None:
+            self.error = self.error or f"{type(error).__name__}: {error}"
+        return [] if self.reading else self.machine.settled(self.error, result.at)
+
+    def heard_checksum(self, theirs: Checksum, now: float, counts: Counter[str]) -> list[Effect]:
+        """The lender has told a checksum.
+
+        Raises:
+            MessageError: there was no such request, or it was answered before.
+        """
+        if self.verification is None:
+            return []
+        self.verification.heard(theirs.number, theirs.answer)
+        if not self.verification.is_answered:
+            return []
+        return [*self.machine.answered(now), *self._compare(self.verification, now, counts)]
+
+    def summed(self, ours: Summed, now: float, counts: Counter[str]) -> list[Effect]:
+        """Our side's checksums are known, or why there are none."""
+        assert self.verification is not None
+        if ours.error is not None:
+            return self.unverified(f"no checksum of ours: {ours.error}", now, counts)
+        self.verification.ours = ours.answers
+        return self._compare(self.verification, now, counts)
+
+    def unverified(self, why: str, now: float, counts: Counter[str]) -> list[Effect]:
+        """There will be no checksums to compare."""
+        counts["pulls_unverified"] += 1
+        return self.machine.verified(f"unverified: {why}", now)
+
+    def _compare(self, known: Verification, now: float, counts: Counter[str]) -> list[Effect]:
+        if not known.is_complete:
+            return []
+        problem = known.problem()
+        counts["pulls_verified" if problem is None else "pulls_corrupted"] += 1
+        return self.machine.verified(problem, now)
+
+
+class PullAlarms:
+    """When the machines of ``entries``, by pull, must be ticked.
+
+    One alarm of an entry counts, and it may be too early: what was put off is set anew when it is
+    the next to ring, which costs less than to find it in the heap before.
+    """
+
+    def __init__(self, entries: Mapping[str, PullEntry]) -> None:
+        self._entries = entries
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, entry: PullEntry) -> None:
+        """Tick the entry at its machine's deadline, or sooner."""
+        deadline = entry.machine.next_deadline()
+        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
+            heapq.heappush(self._heap, (deadline, entry.reader.pull))
+            entry.alarm = deadline
+
+    def first(self) -> float | None:
+        """When the next machine must be ticked, not sooner; None when only events can matter."""
+        entry = self._next()
+        return None if entry is None else entry.alarm
+
+    def due(self, now: float) -> list[PullEntry]:
+        """Take the entries to tick at ``now``; their alarms are over."""
+        due = []
+        while (entry := self._next()) is not None and self._heap[0][0] <= now:
+            heapq.heappop(self._heap)
+            entry.alarm = None
+            due.append(entry)
+        return due
+
+    def _next(self) -> PullEntry | None:
+        """The entry whose alarm rings first, after what would ring for nothing is dropped."""
+        while self._heap:
+            at, pull = self._heap[0]
+            entry = self._entries.get(pull)
+            if entry is None or entry.alarm != at:
+                heapq.heappop(self._heap)
+                continue
+            deadline = entry.machine.next_deadline()
+            if deadline is not None and deadline <= at:
+                return entry
+            heapq.heappop(self._heap)
+            entry.alarm = None
+            self.set(entry)
+        return None
 
 
 class Pulls:
@@ -244,7 +439,7 @@ class Pulls:
         if entry is None or entry.peer is not peer:
             return
         now = self._clock()
-        if isinstance(message, Granted):
+        if isinstance(message, messages.Granted):
             entry.measured.granted = entry.measured.granted or now
             effects = entry.machine.granted(message.seq, message.ttl_ms / 1000, now)
         elif isinstance(message, Checksum):
@@ -253,9 +448,9 @@ class Pulls:
             except MessageError as error:
                 self.peers.close(peer, str(error))
                 return
-        elif isinstance(message, Confirmed):
+        elif isinstance(message, messages.Confirmed):
             effects = entry.machine.confirmed(message.seq)
-        elif isinstance(message, ChecksumUnavailable):
+        elif isinstance(message, messages.ChecksumUnavailable):
             effects = entry.unverified(message.detail, now, self.counts)
         else:
             self.counts[f"pulls_refused_{message.why}"] += 1
@@ -264,19 +459,15 @@ class Pulls:
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should run next, or None when only an event can matter."""
-        warmup = self.warmup.alarm
-        first = self._alarms.first()
-        return min((at for at in (first, warmup) if at is not None), default=None)
+        alarms = (self._alarms.first(), self.warmup.alarm)
+        return min((at for at in alarms if at is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Tick the machines whose time has come."""
         if self.warmup.alarm is not None and self.warmup.alarm <= now:
             self.warmup.tick(now)
-        renewing: dict[Peer, None] = {}
-        for entry in self._alarms.due(now):
-            if self._tick(entry, now):
-                renewing[entry.peer] = None
-        for peer in renewing:
+        due = self._alarms.due(now)
+        for peer in dict.fromkeys(entry.peer for entry in due if self._tick(entry, now)):
             for entry in self._using(peer):
                 if effects := entry.machine.renew_along(now):
                     self._perform(entry, effects)
@@ -335,7 +526,7 @@ class Pulls:
 
     def _perform_one(self, entry: PullEntry, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""
-        if isinstance(effect, machine.ToLender):
+        if isinstance(effect, ToLender):
             self._say(entry, entry.message(effect))
         elif isinstance(effect, machine.StartRead):
             return self._read(entry)

@@ -14,7 +14,7 @@ from pdconn.lifecycle.pull import PullState
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, ReadBlocks
-from pdconn.puller.entry import PullEntry
+from pdconn.puller.pulls import PullEntry
 from tests.fakes.pair import Pair
 from tests.threads.inside import num_open
 from transport.testing.inprocess.faults import Held

@@ -23,8 +23,7 @@ from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.protocol.messages import Reader
 from pdconn.puller.commands import ClaimOutcome, FailedPull
-from pdconn.puller.entry import PullEntry
-from pdconn.puller.pulls import Pulls
+from pdconn.puller.pulls import PullEntry, Pulls
 from tests.fakes.credulous import without_confirmation, without_deadline, without_leases
 from tests.simulation.awaiting import AwaitingDecode
 from tests.simulation.decode import Decode
