@@ -14,7 +14,7 @@ from pdconn.integrity.covered import Match, covered
 from pdconn.integrity.memory import Cells, ReadMemory
 from pdconn.integrity.sums import Terms, Units, piece_sums, total
 from pdconn.planning.plan import Need
-from pdconn.planning.topology import Piece, match_pieces
+from pdconn.planning.template import Piece, match_pieces
 from pdconn.protocol.proof import MAX_SHARES, NOTHING, ChecksumQuery, PieceRange, PieceSum
 from registration.references import KVCacheDataReference, KVCacheReferences
 

@@ -18,16 +18,16 @@ from typing import TypeVar
 
 from pdconn.planning.errors import Incompatible, PlanningError, TooManyRuns
 from pdconn.planning.gaps import Gaps, gaps_at, sub_block_gaps
-from pdconn.planning.pairs import Located, Pairs
 from pdconn.planning.runs import (
     FEW_RUNS,
     AlikeTemplates,
+    Located,
+    Pairs,
     alike,
     few_spans,
     many_spans,
 )
-from pdconn.planning.template import Template, build_templates
-from pdconn.planning.topology import match_pieces
+from pdconn.planning.template import Template, build_templates, match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
 from transport import Device, Spans

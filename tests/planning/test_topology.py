@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from pdconn.planning.topology import match_pieces
+from pdconn.planning.template import match_pieces
 from registration.references import (
     AttentionKind,
     GroupMemory,

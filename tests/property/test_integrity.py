@@ -23,8 +23,7 @@ from pdconn.integrity.reader import Checks, Corrupted, Expected
 from pdconn.integrity.sums import I64, UNIT_TOKENS, Terms
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan
-from pdconn.planning.template import build_templates
-from pdconn.planning.topology import Piece, match_pieces
+from pdconn.planning.template import Piece, build_templates, match_pieces
 from pdconn.protocol.proof import NOTHING
 from registration.references import AttentionKind, KVCacheReferences
 from tests.property.cases import Case, cases

@@ -16,8 +16,7 @@ from pdconn.planning import plan as plans
 from pdconn.planning import runs
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan
-from pdconn.planning.template import build_templates
-from pdconn.planning.topology import Piece, match_pieces
+from pdconn.planning.template import Piece, build_templates, match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind
 from tests.property.cases import Case, cases
