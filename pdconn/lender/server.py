@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import RankSums
-from pdconn.lender.pace import TurnPacer
 from pdconn.lender.sessions import (
     Abort,
     AbortAll,
@@ -42,8 +41,7 @@ from pdconn.lender.sessions import (
     Turn,
 )
 from pdconn.lifecycle.admission import AdmissionControl
-from pdconn.lifecycle.lease import LeaseOffer
-from pdconn.lifecycle.lease_table import FreedLease
+from pdconn.lifecycle.lease import FreedLease, LeaseOffer
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
 from pdconn.sidechannel.advertise import is_wildcard, local_host
@@ -62,6 +60,12 @@ _AT_ONCE = 32
 _ACCEPTS = 16
 """Connections that one turn takes in."""
 
+PERIOD_S = 0.002
+"""Between two turns under load: the most that a message waits."""
+
+SPARE_TURNS = 16
+"""Turns that may follow one another at once, after a pause that was long enough."""
+
 
 class SideChannelInUse(OSError):
     """The side channel's port is taken."""
@@ -69,6 +73,33 @@ class SideChannelInUse(OSError):
 
 class LenderBroken(RuntimeError):
     """The lender's thread died; what is lent would stay lent, so the engine must stop."""
+
+
+class TurnPacer:
+    """Spaces turns: one each ``period_s``, of which the first ``spare`` come without waiting.
+
+    A wake-up costs several times what the messages cost that it finds: the thread's code and data
+    have left the processor's caches.  So turns are spaced under load, and what arrives between two
+    of them is handled together.  A lender that few readers use has turns to spare and never waits::
+
+        turns   | | | |              first ones at once, as they are needed
+                | | | | | | | |      then one each period, while messages keep coming
+
+    Example:
+        >>> pacer = TurnPacer(period_s=1.0, spare=2)
+        >>> [pacer.took(10.0), pacer.took(10.0), pacer.took(10.0)]
+        [0.0, 0.0, 1.0]
+    """
+
+    def __init__(self, period_s: float = PERIOD_S, spare: int = SPARE_TURNS) -> None:
+        self._period_s = period_s
+        self._spare_s = period_s * spare
+        self._paid_until = float("-inf")
+
+    def took(self, now: float) -> float:
+        """A turn was taken at ``now``; returns how many seconds to wait before the next one."""
+        self._paid_until = max(self._paid_until, now) + self._period_s
+        return max(0.0, self._paid_until - self._spare_s - now)
 
 
 class Lender(Closing):

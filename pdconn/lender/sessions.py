@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import ChecksumResponder, RankSums
 from pdconn.lifecycle import lease
-from pdconn.lifecycle.lease import Denied, LeaseOffer
-from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
+from pdconn.lifecycle.lease import Denied, FreedLease, LeaseOffer, LeaseTable
 from pdconn.protocol.errors import MessageError, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,

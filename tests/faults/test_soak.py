@@ -25,7 +25,7 @@ import pytest
 
 from pdconn.faults.frames import MessageFaults
 from pdconn.faults.relay import Relays
-from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
+from pdconn.lifecycle.lease import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import CancelPull

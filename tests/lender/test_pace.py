@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.lender.pace import TurnPacer
+from pdconn.lender.server import TurnPacer
 
 PERIOD_S = 0.25
 SPARE = 4

@@ -10,12 +10,13 @@ from pdconn.lifecycle.lease import (
     MAX_PULLS,
     Denied,
     Freed,
+    FreedLease,
     Grant,
     Lease,
     LeaseOffer,
     LeaseState,
+    LeaseTable,
 )
-from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.protocol.messages import Reader, RefusalReason
 
 BLOCKS = b"digest"

@@ -10,8 +10,7 @@ from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
 from pdconn.lender.checksums import RankSums
 from pdconn.lender.sessions import Abort, AbortAll, LenderSessions, RevokeAll
-from pdconn.lifecycle.lease import LeaseOffer
-from pdconn.lifecycle.lease_table import FreedLease
+from pdconn.lifecycle.lease import FreedLease, LeaseOffer
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from pdconn.lender.sessions import LenderSessions, Session
-from pdconn.lifecycle.lease_table import FreedLease
+from pdconn.lifecycle.lease import FreedLease
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import decode_from_reader
 from pdconn.sidechannel.connection import SideChannelLost

@@ -18,8 +18,7 @@ import pytest
 
 from pdconn.faults.frames import MessageFaults
 from pdconn.lender.checksums import ChecksumResponder
-from pdconn.lifecycle.lease import Denied, Lease, LeaseState
-from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
+from pdconn.lifecycle.lease import Denied, FreedLease, Lease, LeaseState, LeaseTable
 from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.protocol.messages import Reader
 from pdconn.puller.commands import ClaimOutcome, FailedPull

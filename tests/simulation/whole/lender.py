@@ -13,8 +13,7 @@ from pdconn.lender.sessions import (
     LenderSessions,
     RevokeAll,
 )
-from pdconn.lifecycle.lease import LeaseOffer
-from pdconn.lifecycle.lease_table import FreedLease
+from pdconn.lifecycle.lease import FreedLease, LeaseOffer
 from pdconn.protocol.messages import Welcome
 from tests.simulation.serving import Serving
 from tests.simulation.world import Machine, Wire, World

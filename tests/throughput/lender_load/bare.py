@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from pdconn.lender.pace import PERIOD_S
+from pdconn.lender.server import PERIOD_S
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import Granted, encode
 from pdconn.tools.lab.ports import LOCALHOST
