@@ -25,7 +25,7 @@ from random import Random
 
 from pdconn.faults.frames import HOLD_S, FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe, PipeLost
-from pdconn.sidechannel.dial import connecting_to, resolve
+from pdconn.sidechannel.connection import connecting_to, resolve
 from pdconn.threads import Box, SelectedBox, Worker
 
 log = logging.getLogger(__name__)

@@ -45,11 +45,11 @@ from pdconn.puller.reads import HeldTransport, Job, JobResult, Read, ReaderThrea
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.clock import steady
-from pdconn.sidechannel.connection import Connection
-from pdconn.sidechannel.dial import (
+from pdconn.sidechannel.connection import (
     MAX_REPLIES,
     MAX_WELCOME,
     Address,
+    Connection,
     connecting_to,
     literal_address,
     resolve,
@@ -64,7 +64,7 @@ MAX_LOOKUPS = 32
 """Names that are looked up at once; others wait for their turn."""
 
 Resolve = Callable[[str, int], Address]
-"""As :func:`pdconn.sidechannel.dial.resolve`; may take as long as a name server does."""
+"""As :func:`pdconn.sidechannel.connection.resolve`; may take as long as a name server does."""
 
 
 @dataclass(frozen=True, slots=True)

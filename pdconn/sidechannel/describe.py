@@ -16,8 +16,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.sidechannel.connection import Connection
-from pdconn.sidechannel.dial import MAX_WELCOME, connecting_to, resolve
+from pdconn.sidechannel.connection import MAX_WELCOME, Connection, connecting_to, resolve
 from pdconn.sidechannel.security import Security
 
 

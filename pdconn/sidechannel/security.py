@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdconn.protocol.auth import Secret
+from pdconn.sidechannel.connection import LenderAuthPolicy, ReaderAuthPolicy
 from pdconn.sidechannel.credentials import (
     SecurityError,
     TlsFiles,
@@ -24,7 +25,6 @@ from pdconn.sidechannel.credentials import (
     reader_context,
     secret_of,
 )
-from pdconn.sidechannel.session import LenderAuthPolicy, ReaderAuthPolicy
 
 
 class NoHostName(SecurityError, OSError):

@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from pdconn.protocol.auth import Secret
+from pdconn.sidechannel.connection import Unauthenticated
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.session import Unauthenticated
 from tests.contracts.engines import COMPLETIONS, HOST, Engine, claim, engines
 from tests.contracts.recorded import MODES, Mode
 from tests.contracts.test_routers import CLIENTS

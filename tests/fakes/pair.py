@@ -24,7 +24,7 @@ from pdconn.puller.thread import Puller, PullResults, Resolve
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
 from pdconn.puller.warmup_state import Pauses, Place
-from pdconn.sidechannel.dial import resolve
+from pdconn.sidechannel.connection import resolve
 from pdconn.sidechannel.security import Security
 from registration.references import (
     AttentionKind,

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pdconn.protocol.framing import frame
+from pdconn.protocol.messages import frame
 
 Spoil = Callable[[Random, bytes], bytes]
 

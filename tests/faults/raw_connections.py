@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 from pdconn.lender.admission import ConnectionLimits
-from pdconn.protocol.framing import frame
-from pdconn.protocol.messages import PROTOCOL_VERSION, Hello, encode
+from pdconn.protocol.messages import PROTOCOL_VERSION, Hello, encode, frame
 from tests.fakes.pair import Pair
 from tests.threads.inside import loop_of
 

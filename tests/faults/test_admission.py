@@ -15,8 +15,7 @@ from dataclasses import replace
 import pytest
 
 from pdconn.lender.admission import ConnectionLimits
-from pdconn.sidechannel.connection import Unauthenticated
-from pdconn.sidechannel.dial import Address, resolve
+from pdconn.sidechannel.connection import Address, Unauthenticated, resolve
 from pdconn.sidechannel.security import Security
 from tests.fakes.credentials import FOREIGN, SHARED
 from tests.fakes.model_free_engines import until

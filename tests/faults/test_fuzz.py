@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from pdconn.protocol.auth import ReaderAuth, Secret
-from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     ChecksumRequest,
@@ -31,6 +30,7 @@ from pdconn.protocol.messages import (
     Reader,
     Renew,
     encode,
+    frame,
 )
 from pdconn.protocol.proof import ChecksumQuery, PieceRange
 from pdconn.sidechannel.security import Security

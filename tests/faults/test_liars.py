@@ -30,8 +30,7 @@ from pdconn.faults.frames import DelayedFrame, FrameFaults, MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.framing import frame
-from pdconn.protocol.messages import decode_from_lender
+from pdconn.protocol.messages import decode_from_lender, frame
 from pdconn.puller import peers
 from tests.fakes.model_free_engines import PER_REQUEST, Decode, Prefill
 from tests.faults.garbage import BODY, STREAM, alter, flipped, repeated, truncated

@@ -11,9 +11,9 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from pdconn.lender.admission import ConnectionLimits
-from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.messages import (
     Claim,
+    Frames,
     Granted,
     Reader,
     RefusalReason,
@@ -21,6 +21,7 @@ from pdconn.protocol.messages import (
     Renew,
     decode_from_lender,
     encode,
+    frame,
 )
 from tests.fakes.model_free_engines import until
 from tests.fakes.pair import Pair

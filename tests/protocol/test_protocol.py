@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdconn.protocol.errors import FrameError, MessageError, TicketError
-from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.limits import MAX_TEXT
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -23,6 +22,7 @@ from pdconn.protocol.messages import (
     Confirmed,
     Described,
     Done,
+    Frames,
     Granted,
     Hello,
     RankGeometry,
@@ -34,6 +34,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     decode_from_reader,
     encode,
+    frame,
 )
 from pdconn.protocol.ticket import (
     TICKET_VERSION,

@@ -17,7 +17,6 @@ from pdconn.planning.errors import TooManyRuns
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.framing import frame
 from pdconn.protocol.limits import MAX_GROUPS, MAX_MESSAGES, MAX_TEXT
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -32,6 +31,7 @@ from pdconn.protocol.messages import (
     Welcome,
     decode_from_lender,
     encode,
+    frame,
 )
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ClaimTicket

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pdconn.lender.server import Lender, SideChannelInUse
-from pdconn.protocol.framing import frame
-from pdconn.protocol.messages import PROTOCOL_VERSION, Hello, encode
+from pdconn.protocol.messages import PROTOCOL_VERSION, Hello, encode, frame
 from pdconn.protocol.ticket import BlockList
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.credulous import without_confirmation

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from pdconn.protocol.auth import ReaderAuth, Secret
-from pdconn.protocol.framing import Frames, frame
-from pdconn.sidechannel.connection import SideChannelLost, Unauthenticated
+from pdconn.protocol.messages import Frames, frame
+from pdconn.sidechannel.connection import ReaderAuthPolicy, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.session import ReaderAuthPolicy
 from tests.fakes.credentials import FOREIGN, OPEN, OTHER, SECRET, SHARED, between, ends
 from tests.sidechannel.raw_ends import HELLO, PATIENCE_S, WELCOME, RawClient, arrived, relayed
 from tests.sidechannel.worlds import Worlds

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pdconn.protocol.framing import frame
+from pdconn.protocol.messages import frame
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.security import Security
 from tests.fakes.credentials import OPEN, ends, sockets

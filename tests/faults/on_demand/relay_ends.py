@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from pdconn.faults.frames import HOLD_S, MessageFaults
 from pdconn.faults.relay import Relay
-from pdconn.protocol.framing import Frames, frame
+from pdconn.protocol.messages import Frames, frame
 
 SECONDS = 20.0
 """How long a socket of a test may wait."""

@@ -8,8 +8,7 @@ from random import Random
 
 from pdconn.faults.frames import DelayedFrame, FrameFaults, MessageFaults
 from pdconn.faults.relay import Relay
-from pdconn.protocol.framing import frame
-from pdconn.protocol.messages import Renew, decode_from_reader, encode
+from pdconn.protocol.messages import Renew, decode_from_reader, encode, frame
 
 _HEAD = len(frame(b""))
 

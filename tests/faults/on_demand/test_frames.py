@@ -16,7 +16,7 @@ from pdconn.faults.frames import (
     FrameFaults,
     MessageFaults,
 )
-from pdconn.protocol.framing import frame
+from pdconn.protocol.messages import frame
 from tests.faults.on_demand.relay_ends import framed
 
 

@@ -12,7 +12,7 @@ import pytest
 from pdconn.faults.frames import FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe
 from pdconn.faults.relay import Relay, Relays
-from pdconn.protocol.framing import frame
+from pdconn.protocol.messages import frame
 from pdconn.tools.lab.ports import free_ports
 from tests.faults.on_demand.relay_ends import (
     BODIES,

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Described,
@@ -23,6 +22,7 @@ from pdconn.protocol.messages import (
     Welcome,
     decode_from_lender,
     encode,
+    frame,
 )
 from pdconn.puller.thread import MAX_LOOKUPS
 from pdconn.puller.warmup_state import Place

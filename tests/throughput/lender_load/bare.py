@@ -20,8 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from pdconn.lender.server import PERIOD_S
-from pdconn.protocol.framing import frame
-from pdconn.protocol.messages import Granted, encode
+from pdconn.protocol.messages import Granted, encode, frame
 from pdconn.tools.lab.ports import LOCALHOST
 
 _REPLY = frame(encode([Granted(1, "r123456", "p123456", 30_000)]))

@@ -29,8 +29,7 @@ from pdconn.protocol.messages import (
     Renew,
     encode,
 )
-from pdconn.sidechannel.connection import Connection
-from pdconn.sidechannel.dial import MAX_REPLIES, connecting_to, resolve
+from pdconn.sidechannel.connection import MAX_REPLIES, Connection, connecting_to, resolve
 from pdconn.sidechannel.security import Security
 from pdconn.tools.bench.percentile import percentile
 from pdconn.tools.lab.ports import LOCALHOST

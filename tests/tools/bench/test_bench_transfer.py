@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.protocol.framing import frame
+from pdconn.protocol.messages import frame
 from pdconn.tools.bench.bench_errors import LenderFailed, WrongBytes
 from pdconn.tools.bench.percentile import percentile
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy

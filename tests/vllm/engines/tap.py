@@ -9,8 +9,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from pdconn.protocol.framing import Frames
-from pdconn.protocol.messages import decode_from_lender, decode_from_reader
+from pdconn.protocol.messages import Frames, decode_from_lender, decode_from_reader
 from pdconn.tools.lab.engine import Engine
 from pdconn.tools.lab.ports import LOCALHOST
 

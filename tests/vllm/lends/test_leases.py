@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdconn.protocol.framing import frame
-from pdconn.protocol.messages import PROTOCOL_VERSION, Done, Hello, Reader, encode
+from pdconn.protocol.messages import PROTOCOL_VERSION, Done, Hello, Reader, encode, frame
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.lends.lending import Lending

@@ -8,7 +8,7 @@
     Shut                      ──►   frees the memory
                               ◄──   Used
 
-Each is a frame of ``pdconn.protocol.framing`` around msgpack.  A lender holds a pattern
+Each is a frame of ``pdconn.protocol.messages`` around msgpack.  A lender holds a pattern
 and nothing else, so there is no authentication; an option of the lender bounds what it
 allocates.
 """
@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pdconn.protocol.errors import FrameError
-from pdconn.protocol.framing import Frames, frame
+from pdconn.protocol.messages import Frames, frame
 from pdconn.tools.bench.bench_errors import LenderFailed
 from pdconn.tools.bench.interrupts import interruptible
 from pdconn.tools.plan.engine_shape import EngineShape

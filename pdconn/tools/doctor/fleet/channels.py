@@ -16,10 +16,9 @@ from pdconn.planning.plan import Pairing
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Described, check_geometry
 from pdconn.puller.warmup_state import Place
-from pdconn.sidechannel.connection import SideChannelLost
+from pdconn.sidechannel.connection import SideChannelLost, Unauthenticated
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.session import Unauthenticated
 from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 from pdconn.tools.doctor.fleet.traffic import SMALL_RUN_NBYTES

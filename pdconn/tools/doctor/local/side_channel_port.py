@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdconn.protocol.errors import ProtocolError
-from pdconn.sidechannel.connection import SideChannelLost
+from pdconn.sidechannel.connection import SideChannelLost, Unauthenticated
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security, is_loopback
-from pdconn.sidechannel.session import Unauthenticated
 from pdconn.tools.doctor.findings import Finding, fault, note, one_line
 
 _TIMEOUT_S = 2.0
