@@ -7,6 +7,14 @@ numpy columns because a pull of a long prompt has tens of thousands of them::
             local                remote             nbytes
     span 0  0x7f10_0000_0000 <-- 0x7e20_0001_0000   65536
     span 1  0x7f10_0001_0000 <-- 0x7e20_0005_0000   65536
+
+Runs that continue each other on both sides merge::
+
+    theirs   [0, 4)  [4, 8)  [8, 12)            [0, 8)     [8, 12)
+    ours     [0, 4)  [4, 8)  [16, 20)    ──►    [0, 8)     [16, 20)
+
+Three runs of 4 bytes.  The second begins where the first ends on both sides, so they become
+one run of 8 bytes.  The third continues the second on their side only, so it stays apart.
 """
 
 from __future__ import annotations
@@ -14,13 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from operator import add
-from typing import Literal, NewType
+from typing import Literal, NewType, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import BadSpans, TransportError
-from transport.runs import merge_runs
 
 PeerId = NewType("PeerId", str)
 """Identifies a connected peer within one transport."""
@@ -29,6 +36,7 @@ ReadId = NewType("ReadId", int)
 """Identifies a posted read within one transport."""
 
 U64 = NDArray[np.uint64]
+_Int = TypeVar("_Int", np.uint64, np.int64)
 
 _MAX_DEVICES = 1 << 16
 _LAST = 2**63 - 1
@@ -178,6 +186,39 @@ def _check_lengths(local: Sized, remote: Sized, nbytes: Sized) -> None:
             f"columns differ in length: local {len(local)}, remote {len(remote)}, "
             f"nbytes {len(nbytes)}"
         )
+
+
+def merge_runs(
+    nbytes: NDArray[_Int], *sides: NDArray[_Int], alike: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.intp], NDArray[_Int]] | None:
+    """The runs that remain once neighbours are merged, or None if there are no neighbours.
+
+    Run i + 1 merges into run i where every one of ``sides`` says that it begins where run i
+    ends.  Order is kept: runs that are listed out of order do not merge.
+
+    Args:
+        nbytes: bytes of each run, of shape (n,).
+        sides: addresses of each run, of shape (n,) each; at least one.
+        alike: of shape (n - 1,): whether runs i and i + 1 may merge at all.
+
+    Returns:
+        The indices of the runs that remain, and their bytes after merging.
+
+    >>> merge_runs(np.array([4, 4, 4]), np.array([0, 4, 16]))
+    (array([0, 2]), array([8, 4]))
+    """
+    if len(nbytes) < 2:
+        return None
+    joins = alike
+    for addresses in sides:
+        follows = addresses[:-1] + nbytes[:-1] == addresses[1:]
+        joins = follows if joins is None else joins & follows
+    if joins is None or not np.logical_or.reduce(joins):
+        return None
+    begins = np.ones(len(nbytes), dtype=np.bool_)
+    np.logical_not(joins, out=begins[1:])
+    first = begins.nonzero()[0]
+    return first, np.add.reduceat(nbytes, first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from pdconn.planning.errors import BlockOutOfRange
 from pdconn.planning.template import I64, Template
 from pdconn.protocol.ticket import BlockList
 from transport import HOST, Device
-from transport.runs import merge_runs
-from transport.types import U64
+from transport.types import U64, merge_runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

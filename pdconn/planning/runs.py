@@ -26,8 +26,7 @@ from pdconn.planning.errors import BlockOutOfRange, MissingBlock
 from pdconn.planning.template import I64, Side, Template
 from pdconn.protocol.ticket import BlockList
 from transport import Device, Spans
-from transport.runs import merge_runs
-from transport.types import U64
+from transport.types import U64, merge_runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from registration.references import (
     KVCacheReferences,
 )
 from transport import Device
-from transport.runs import merge_runs
+from transport.types import merge_runs
 
 
 @dataclass(frozen=True, slots=True)

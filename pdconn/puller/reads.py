@@ -274,6 +274,8 @@ class TransportJobs:
 
     def _fill(self, job: Read) -> bool:
         """Zero the gaps; False if that failed, and the read with it."""
+        if not len(job.gaps):  # the usual case
+            return True
         try:
             fill_with_zeros(job.gaps)
         except RuntimeError as error:

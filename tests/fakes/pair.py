@@ -35,8 +35,7 @@ from registration.references import (
 from registration.scratch import Scratch
 from tests.fakes.layouts import layout_memory
 from transport import HOST
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 NUM_BLOCKS = 16
 BLOCK_TOKENS = 4

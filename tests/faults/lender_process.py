@@ -26,8 +26,7 @@ from tests.fakes.model_free_engines import Prefill
 from tests.faults.child import serve
 from tests.faults.footprint import Footprint, peak_nbytes
 from tests.threads.inside import loop_of, sessions_of
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 
 class _Served:

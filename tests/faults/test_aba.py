@@ -31,8 +31,7 @@ from tests.threads.inside import num_open
 from tests.transport.contract.rigs import nixl_options
 from transport.faulty import FaultyTransport, ReadFaults
 from transport.testing.inprocess.faults import Late
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 LEASE_S = 0.05
 LATE = ReadFaults(delay=1.0, delay_s=2.0)

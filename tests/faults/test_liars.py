@@ -35,8 +35,7 @@ from pdconn.puller import peers
 from tests.fakes.model_free_engines import PER_REQUEST, Decode, Prefill
 from tests.faults.garbage import BODY, STREAM, alter, flipped, repeated, truncated
 from tests.threads.inside import num_open
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 LIES = max(200, int(os.environ.get("PDCONN_FUZZ", "0")) // 50)
 SEED = int(os.environ.get("PDCONN_SEED", "1"))

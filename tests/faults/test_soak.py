@@ -40,8 +40,7 @@ from transport import PeerLost
 from transport.base import Transport
 from transport.faulty import FaultyTransport, ReadFaults
 from transport.testing.inprocess.faults import Failing, Fault, Late
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 PULLS = int(os.environ.get("PDCONN_SOAK", "600"))
 SEED = int(os.environ.get("PDCONN_SEED", "1"))

@@ -24,8 +24,7 @@ from pdconn.puller.verification import Verify
 from tests.fakes.pair import Pair
 from tests.faults.raw_clients import RawReader
 from transport import Memory, PeerId
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 BLOCKS = (BlockList(0, (3, 4, 5)),)
 

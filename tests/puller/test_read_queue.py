@@ -21,8 +21,7 @@ from pdconn.puller.reads import (
 from pdconn.threads import Box
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.testing.inprocess.faults import Failing, Held
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 SLICE = 1024
 

@@ -11,8 +11,7 @@ import pytest
 from pdconn.rehearsal.rehearse import PagedTransport, RehearsalFailed, rehearse
 from transport import Memory, PeerId, ReadId, Spans
 from transport.nixl.transport import NixlTransport
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport, Lost
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport, Lost
 
 BLOCK_NBYTES = 256
 

@@ -23,7 +23,7 @@ from pdconn.faults.frames import FlowState, FrameFaults, MessageFaults
 from pdconn.sidechannel.connection import SideChannelLost
 from transport import PeerId, PeerLost
 from transport.testing.inprocess.faults import Failing, Fault, Late, ManualClock, ReadRequest
-from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessNetwork
 
 
 @dataclass(frozen=True)

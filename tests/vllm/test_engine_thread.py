@@ -24,7 +24,7 @@ from tests.fakes.simulated.hooks import allocated, matched
 from tests.fakes.simulated.requests import vllm_request
 from tests.threads.inside import num_open
 from transport.testing.inprocess.faults import Held
-from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessNetwork
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from transport.runs import merge_runs
-from transport.types import U64, Spans
+from transport.types import U64, Spans, merge_runs
 from transport.ucx.frames import MAX_RUNS
 
 MAX_PIECE_BYTES = 4 << 20

@@ -9,8 +9,7 @@ from pdconn.puller.read_queue import ChunkSizer, PeerReadQueue
 from pdconn.puller.reads import JobResult, Read, TransportJobs
 from transport import Memory, PeerId, ReadStats, Settled, Spans
 from transport.testing.inprocess.faults import Lost
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 RARELY_S = 0.004
 LEAST = 1000

@@ -26,8 +26,7 @@ from pdconn.puller.reads import (
 from pdconn.threads import Box
 from transport import BackendFailure, Device, Memory, PeerId, ReadId, Spans
 from transport.testing.inprocess.faults import Failing, Fault, Late
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 NBYTES = QUICK_NBYTES + 1
 GIVE_UP_S = 20.0

@@ -20,7 +20,7 @@ from tests.puller.warmup.warm_pair import SECONDS, WarmPair, until_warm
 from tests.threads.inside import num_peers, num_warm
 from transport import HOST, BackendFailure, Device, Memory, PeerLost, TransportError
 from transport.testing.inprocess.faults import Failing, Held, ReadRequest
-from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessNetwork
 
 
 def test_a_probe_read_reads_one_page_and_changes_no_byte_of_our_kv() -> None:

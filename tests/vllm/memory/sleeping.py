@@ -13,7 +13,7 @@ from typing import Any
 from tests.fakes.simulated.requests import vllm_request
 from tests.vllm.lends.scheduler import Pool, untried
 from tests.vllm.runner.rig import LENT, PROMPT, PULLED, Cache, Steps
-from transport.testing.inprocess.network import InProcessNetwork
+from transport.testing.inprocess.transport import InProcessNetwork
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -8,8 +8,7 @@ import pytest
 
 from pdconn.vllm.memory.warm import network_only, rehearse_pulls
 from transport import Transport, TransportUnavailable
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport, Lost
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport, Lost
 
 
 class Partners:

@@ -47,8 +47,7 @@ from pdconn.lender.server import Lender
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.vllm.prompt import prompt_digest
 from tests.fakes.simulated.requests import vllm_request
-from transport.testing.inprocess.network import InProcessNetwork
-from transport.testing.inprocess.transport import InProcessTransport
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 DEFERS = hasattr(ActiveKVConnector, "finalize_step")
 """Whether this vLLM finalizes a step after the drafter ran, as 0.33 does."""

@@ -1,7 +1,7 @@
 """Transports within one process, with real bytes and scripted faults; for tests and simulations.
 
-transport   one peer: reads copy between real addresses, and behave as NIXL's do
-network     connects peers; decides when reads land, fail or are lost
+transport   one peer, whose reads behave as NIXL's do; the network of peers, which decides when
+            reads land, fail or are lost
 faults      the faults, as plain data, and a manual clock
 
 In configuration and ``describe`` this transport is called ``memory``.
