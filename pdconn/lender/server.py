@@ -28,12 +28,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pdconn.integrity.lent import LentSums
-from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import RankSums
 from pdconn.lender.sessions import (
     Abort,
     AbortAll,
     AbortUnclaimed,
+    ConnectionLimits,
     EngineCommand,
     LenderSessions,
     RevokeAll,

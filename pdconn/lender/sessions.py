@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import ChecksumResponder, RankSums
 from pdconn.lifecycle import lease
+from pdconn.lifecycle.admission import AdmissionLimits
 from pdconn.lifecycle.lease import Denied, FreedLease, LeaseOffer, LeaseTable
 from pdconn.protocol.errors import MessageError, ProtocolError
 from pdconn.protocol.messages import (
@@ -51,6 +51,26 @@ log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 256
 _NO_CLAIM = "this connection holds no such claim"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits(AdmissionLimits):
+    """Bounds of each connection of a lender, beside those of every listener.
+
+    A connection stalls while its peer has not sent a valid Hello, has sent part of a frame, or
+    does not read its replies.
+
+    Attributes:
+        claims: claims that one connection may hold.
+        checksum_requests: that may wait, of all connections; some 20 kB each at most.
+        frame_nbytes: longest frame that a reader may send.
+        unsent_nbytes: replies that may wait for one reader.
+    """
+
+    claims: int = 1 << 14
+    checksum_requests: int = 1024
+    frame_nbytes: int = 1 << 20
+    unsent_nbytes: int = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)

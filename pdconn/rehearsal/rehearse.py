@@ -33,7 +33,6 @@ from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
 from pdconn.puller.verification import Verify
-from pdconn.rehearsal.borrowed import BorrowedTransport
 from pdconn.sidechannel.security import Security
 from registration.references import (
     AttentionKind,
@@ -43,7 +42,8 @@ from registration.references import (
     KVCacheTensorReference,
 )
 from registration.scratch import PAGE_NBYTES, Scratch
-from transport import HOST, Memory, Transport
+from transport import HOST, Memory, PeerId, Transport
+from transport.forwarding import ForwardingTransport
 
 LIMIT_S = 5.0
 """How long a rehearsal may take until its read has settled; closing is bounded by the puller."""
@@ -54,6 +54,31 @@ _TTL_S = 60.0
 _BLOCK_TOKENS, _TOKEN_NBYTES = 16, 16
 _BLOCK_NBYTES = _BLOCK_TOKENS * _TOKEN_NBYTES
 _TRAITS = {"model": _NAME}
+
+
+class BorrowedTransport(ForwardingTransport):
+    """``close`` disconnects from the peers connected here, and no more.
+
+    Args:
+        owner: the transport; nobody else uses it meanwhile.
+    """
+
+    def __init__(self, owner: Transport) -> None:
+        super().__init__(owner)
+        self._peers: dict[PeerId, None] = {}
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self._peers[peer] = None
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._peers.pop(peer, None)
+        super().disconnect(peer)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
 
 
 class RehearsalFailed(RuntimeError):

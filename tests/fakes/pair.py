@@ -12,8 +12,8 @@ import numpy as np
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
-from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.server import Lender
+from pdconn.lender.sessions import ConnectionLimits
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
-from pdconn.lender.admission import ConnectionLimits
+from pdconn.lender.sessions import ConnectionLimits
 from pdconn.protocol.messages import PROTOCOL_VERSION, Hello, encode, frame
 from tests.fakes.pair import Pair
 from tests.threads.inside import loop_of

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdconn.lender.admission import ConnectionLimits
+from pdconn.lender.sessions import ConnectionLimits
 from pdconn.sidechannel.connection import Address, Unauthenticated, resolve
 from pdconn.sidechannel.security import Security
 from tests.fakes.credentials import FOREIGN, SHARED

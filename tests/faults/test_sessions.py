@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from pdconn.lender.admission import ConnectionLimits
+from pdconn.lender.sessions import ConnectionLimits
 from pdconn.protocol.messages import (
     Claim,
     Frames,

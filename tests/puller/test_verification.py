@@ -8,9 +8,8 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import MAX_ASKS
-from pdconn.lender.sessions import LenderSessions
+from pdconn.lender.sessions import ConnectionLimits, LenderSessions
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import Checksum, ChecksumRequest, ChecksumUnavailable, Reader
 from pdconn.protocol.proof import ChecksumQuery, PieceRange, PieceSum
