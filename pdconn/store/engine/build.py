@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from pdconn.store.budget.evictions import HEADROOM
+from pdconn.store.budget.root_budget import HEADROOM, RootBudget
 from pdconn.store.commands import OpenStore
-from pdconn.store.engine.budgeting import RootBudget
 from pdconn.store.engine.catalogue import Catalogue, Learnt
 from pdconn.store.engine.commits import Committer, row_sizes
 from pdconn.store.engine.keeper import Budget, Keeper, KeeperCommand, KeeperLoop, KeeperReport, Told
@@ -32,7 +31,8 @@ from pdconn.store.format.layout import StoreLayout, as_kept, share_layout
 from pdconn.store.format.names import RowKind
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
-from pdconn.store.shelf.open import keep_layout, open_shelf
+from pdconn.store.shelf.folders import keep_layout
+from pdconn.store.shelf.open import open_shelf
 from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheGroupReference, KVCacheReferences
 
@@ -118,7 +118,7 @@ def _start_threads(
             budget=budget,
         ),
         clock=clock,
-        describe=lambda place: keep_layout(settings, place, layout),
+        describe=partial(keep_layout, settings.root, layout=layout),
     )  # fmt: skip
     finder = Finder(layout, Catalogue(namespace), sizes, settings.staging, clock)
     looking = LookupLoop(to_lookups, answers, to_keeper, finder, shelf)

@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from pdconn.store.engine.budgeting import RootBudget
+from pdconn.store.budget.root_budget import RootBudget
 from pdconn.store.errors import StoreError
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import StoredPart

@@ -183,7 +183,7 @@ AmountBox.take_amount = lambda self, amount: True
 Accounts._check_covered = lambda self, row: None
 """
 COUNTS_NOTHING = """
-from pdconn.store.budget.records import RowCount
+from pdconn.store.budget.accounts import RowCount
 RowCount.plus = lambda self, nbytes, kind: self
 """
 
