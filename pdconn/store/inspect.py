@@ -25,9 +25,8 @@ import msgspec
 
 from pdconn.store.budget.accounts import Accounts, Usage, recorded_usage
 from pdconn.store.errors import StoreError
-from pdconn.store.format.boundaries import can_resume, pieces
-from pdconn.store.format.layout import StoreLayout
-from pdconn.store.format.names import NO_KEY, RowKind, RowName
+from pdconn.store.format.prompt import can_resume, pieces
+from pdconn.store.format.row import NO_KEY, RowKind, RowName, StoreLayout
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import LAYOUT_FILE, is_namespace

@@ -52,8 +52,7 @@ from pdconn.store.budget.locks import (
     try_lock,
 )
 from pdconn.store.errors import ShelfFailure, StoreError
-from pdconn.store.format.footer import checksum
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName, checksum
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.folders import is_writer, listed, read_whole, regular
 

@@ -31,9 +31,7 @@ from dataclasses import dataclass, field
 from pdconn.store.budget.accounts import Accounts, Usage
 from pdconn.store.budget.row_tree import Place, RowTree
 from pdconn.store.errors import StoreError
-from pdconn.store.format.footer import row_nbytes
-from pdconn.store.format.layout import StoreLayout
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_nbytes
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.folders import FolderId, folder_id

@@ -25,10 +25,8 @@ from pdconn.store.engine.lookups import (
 from pdconn.store.engine.saves import RowBlocks
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
-from pdconn.store.format.boundaries import Spacing, pieces
-from pdconn.store.format.footer import row_nbytes
-from pdconn.store.format.layout import StoreLayout, as_kept, share_layout
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.prompt import Spacing, pieces
+from pdconn.store.format.row import RowKind, StoreLayout, as_kept, row_nbytes, share_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.folders import keep_layout

@@ -23,9 +23,16 @@ from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.commands import SaveRow
 from pdconn.store.engine.catalogue import Catalogue, RowsStored
 from pdconn.store.errors import RowDamaged, StoreError
-from pdconn.store.format.footer import Footer, decode_note, encode_footer, joined, row_nbytes
-from pdconn.store.format.layout import StoreLayout
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import (
+    Footer,
+    RowKind,
+    RowName,
+    StoreLayout,
+    decode_note,
+    encode_footer,
+    joined,
+    row_nbytes,
+)
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf, StoredPart
 

@@ -31,7 +31,7 @@ from pdconn.store.engine.catalogue import (
 from pdconn.store.engine.commits import Committer, SaveBatch
 from pdconn.store.engine.lookups import LookupAnswer, ShareSizes
 from pdconn.store.errors import StoreError
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.threads import AmountBox, Box, ThreadDied, Worker
 

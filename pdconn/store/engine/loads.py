@@ -38,8 +38,7 @@ from pdconn.store.commands import (
 from pdconn.store.engine.keeper import Keeper
 from pdconn.store.engine.lookups import Extras, Lookup, LookupAnswer, Lookups
 from pdconn.store.engine.saves import Saving
-from pdconn.store.format.layout import aligned
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName, aligned
 
 log = logging.getLogger(__name__)
 

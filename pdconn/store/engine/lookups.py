@@ -21,9 +21,8 @@ from typing import Any
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.engine.catalogue import Catalogue, Learnt, RowsStored
 from pdconn.store.errors import StoreError
-from pdconn.store.format.boundaries import Has, find_boundary, rows_needed
-from pdconn.store.format.layout import StoreLayout, aligned
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.format.prompt import Chain, Has, find_boundary, rows_needed
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, aligned
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf
 from pdconn.threads import Box, ThreadDied, Worker

@@ -25,9 +25,8 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows, StoreCommand
 from pdconn.store.engine.commits import SaveBatch
 from pdconn.store.engine.keeper import Keeper
-from pdconn.store.format.boundaries import Spacing, can_resume, pieces
-from pdconn.store.format.layout import StoreLayout, row_kind
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.format.prompt import Chain, Spacing, can_resume, pieces
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_kind
 from registration.references import AttentionKind, KVCacheGroupReference
 
 IsWanted = Callable[[RowName], bool]
@@ -82,7 +81,7 @@ def rows_to_save(
 class RowBlocks:
     """Which blocks of each KV cache group of the engine a row is made of.
 
-    ``groups`` are as rows keep them, see :func:`~pdconn.store.format.layout.as_kept`.
+    ``groups`` are as rows keep them, see :func:`~pdconn.store.format.row.as_kept`.
     """
 
     block_tokens: int

@@ -21,8 +21,8 @@ from pdconn.store.engine.keeper import Keeper
 from pdconn.store.engine.loads import Loads, StoredRequest
 from pdconn.store.engine.lookups import Extras, Lookups
 from pdconn.store.engine.saves import RowBlocks, Save, Saves, Saving
-from pdconn.store.format.boundaries import Spacing, pieces
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.format.prompt import Chain, Spacing, pieces
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
 
 

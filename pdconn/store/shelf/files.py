@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from pdconn.store.errors import RowMissing, ShelfFailure
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
 from pdconn.store.shelf.folders import (
     ABSENT,

@@ -25,8 +25,7 @@ import stat
 from collections.abc import Callable
 
 from pdconn.store.errors import FormatError, ShelfFailure
-from pdconn.store.format.layout import StoreLayout
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName, StoreLayout
 
 ROOT_VERSION = 1
 """Of the folders above; the rows have a version of their own."""

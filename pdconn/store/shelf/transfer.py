@@ -34,7 +34,7 @@ from typing import Literal
 import numpy as np
 
 from pdconn.store.errors import RowDamaged
-from pdconn.store.format.layout import ALIGNMENT
+from pdconn.store.format.row import ALIGNMENT
 from pdconn.store.shelf.base import Buffer
 
 DIRECT_NBYTES = 64 << 10

@@ -22,7 +22,7 @@ from pdconn.store.budget.accounts import (
     recorded_usage,
 )
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.row import RowKind
 from pdconn.store.shelf.base import StoredPart, StoredRow
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import SIZES, stored

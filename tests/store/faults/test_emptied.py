@@ -15,7 +15,8 @@ import pytest
 from pdconn.store.budget import locks, root_budget
 from pdconn.store.budget.accounts import Accounts, recorded_usage
 from pdconn.store.engine import commits, keeper
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.format.prompt import Chain
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape

@@ -22,7 +22,7 @@ from pdconn.store.engine.keeper import (
 )
 from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.threads import Box, ThreadDied, Worker

@@ -22,7 +22,7 @@ from typing import IO
 import pytest
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.row import RowKind
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.processes.saver import PAGE
 

@@ -23,7 +23,7 @@ import os
 from collections.abc import Sequence
 
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 from pdconn.store.shelf.base import Buffer
 from pdconn.store.shelf.folders import failure, regular
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
