@@ -11,18 +11,25 @@ from itertools import pairwise
 
 from pdconn.store.budget.root_budget import HEADROOM, RootBudget
 from pdconn.store.commands import OpenStore
-from pdconn.store.engine.catalogue import Catalogue, Learnt
-from pdconn.store.engine.commits import Committer, row_sizes
-from pdconn.store.engine.keeper import Budget, Keeper, KeeperCommand, KeeperLoop, KeeperReport, Told
+from pdconn.store.engine.keeper import (
+    Budget,
+    Committer,
+    KeeperCommand,
+    KeeperLoop,
+    KeeperReport,
+    row_sizes,
+)
 from pdconn.store.engine.lookups import (
+    Catalogue,
     Finder,
+    Learnt,
     LookupAnswer,
     LookupLoop,
     LookupQuestion,
     Lookups,
     ShareSizes,
 )
-from pdconn.store.engine.saves import RowBlocks
+from pdconn.store.engine.saves import Keeper, RowBlocks, Told
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.prompt import Spacing, pieces

@@ -14,7 +14,7 @@ import pytest
 
 from pdconn.store.budget import locks, root_budget
 from pdconn.store.budget.accounts import Accounts, recorded_usage
-from pdconn.store.engine import commits, keeper
+from pdconn.store.engine import keeper
 from pdconn.store.format.prompt import Chain
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
@@ -77,7 +77,7 @@ def _is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root_budget, "_LOOK_S", 0.0)
     monkeypatch.setattr(root_budget, "_RECOUNT_SOON_S", 0.3)
     monkeypatch.setattr(keeper, "_FAULT_S", 0.05)
-    monkeypatch.setattr(commits, "NOTES_S", 1.0)
+    monkeypatch.setattr(keeper, "NOTES_S", 1.0)
 
 
 @pytest.fixture
