@@ -14,5 +14,5 @@ canonical block::
     shelf/     where rows are kept: files, memory, NIXL
     budget/    how many bytes there may be, and what is evicted
     rank/      one worker's part: staging, reads, writes, copies
-    engine/    one scheduler's part: look-ups, saves, commits
+    engine/    one scheduler's part: requests and loads, look-ups, saves, commits
 """

@@ -56,6 +56,8 @@ from pdconn.store.format.row import RowKind, RowName, checksum
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.folders import is_writer, listed, read_whole, regular
 
+log = logging.getLogger(__name__)
+
 _MAGIC = b"pdconnL1"
 _DIGEST = struct.Struct("<Q")
 _COUNT = struct.Struct("<8sQQ")
@@ -200,9 +202,6 @@ def _read(path: Path, form: struct.Struct) -> tuple[int, ...] | None:
             magic, *numbers = form.unpack(body)
             return tuple(numbers) if magic == _MAGIC else None
     return None
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

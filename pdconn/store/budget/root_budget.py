@@ -37,6 +37,8 @@ from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.folders import FolderId, folder_id
 from pdconn.threads import AmountBox
 
+log = logging.getLogger(__name__)
+
 _SHARE = 16
 """An allowance is one byte of so many, divided by the number of writers, until more is missed."""
 
@@ -105,8 +107,6 @@ class Allowance:
         self._target = min(max(usual, self._demand), most)
         return self._target
 
-
-log = logging.getLogger(__name__)
 
 LISTING_S = 120.0
 """Between listings, while rows have to go."""

@@ -29,7 +29,7 @@ from pdconn.store.engine.lookups import (
     Lookups,
     ShareSizes,
 )
-from pdconn.store.engine.saves import Keeper, RowBlocks, Told
+from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.prompt import Spacing, pieces
@@ -54,7 +54,7 @@ def build_scheduler(
     clock: Callable[[], float],
     shelf: Callable[[], Shelf] | None = None,
     budget: Budget | None = None,
-    told: Told | None = None,
+    told: NoteRows | None = None,
 ) -> StoreScheduler:
     """A scheduler with its threads started.
 
@@ -103,7 +103,7 @@ def _start_threads(
     shelf: Callable[[], Shelf],
     budget: Budget | None,
     clock: Callable[[], float],
-    told: Told | None,
+    told: NoteRows | None,
 ) -> tuple[Keeper, Lookups]:
     """Both threads, each with the other's inbox: they learn together which rows are there."""
     to_keeper: Box[KeeperCommand] = Box()

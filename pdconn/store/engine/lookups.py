@@ -29,11 +29,13 @@ from typing import Any
 
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.errors import StoreError
-from pdconn.store.format.prompt import Chain, Has, find_boundary, rows_needed
+from pdconn.store.format.prompt import Chain, IsThere, find_boundary, rows_needed
 from pdconn.store.format.row import RowKind, RowName, StoreLayout, aligned
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf
 from pdconn.threads import Box, ThreadDied, Worker
+
+log = logging.getLogger(__name__)
 
 _MISSING_S = 60.0
 
@@ -156,8 +158,6 @@ class Catalogue:
         ]
 
 
-log = logging.getLogger(__name__)
-
 Extras = Callable[[], Sequence[bytes] | None]
 """What else than tokens each canonical block depends on; None: the prompt has no keys."""
 
@@ -244,7 +244,7 @@ class Fitting:
 
     @classmethod
     def of(
-        cls, layout: StoreLayout, sizes: ShareSizes, staging: int, tokens: range, has: Has
+        cls, layout: StoreLayout, sizes: ShareSizes, staging: int, tokens: range, has: IsThere
     ) -> Fitting:
         """For boundaries above ``tokens.start``, which are held, up to ``tokens.stop``."""
         size, held, limit = layout.block_tokens, tokens.start, tokens.stop

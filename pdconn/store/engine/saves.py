@@ -50,7 +50,7 @@ MAX_WAITING = 4096
 """Uses of rows are dropped while more waits for the keeper, which may hang in its shelf."""
 
 
-Told = Callable[[Sequence[RowName], Sequence[RowName]], None]
+NoteRows = Callable[[Sequence[RowName], Sequence[RowName]], None]
 """Is given rows that are there now, and rows that are gone, on the engine's thread."""
 
 
@@ -104,7 +104,7 @@ class Keeper:
         room: AmountBox | None,
         lookups: Box[Any],
         namespace: str,
-        told: Told | None = None,
+        told: NoteRows | None = None,
     ) -> None:
         self.sizes = sizes
         self._worker, self._lookups = worker, lookups

@@ -85,7 +85,7 @@ class Chain:
         return Chain(size, tuple(made)) if len(made) > len(self.keys) else self
 
 
-Has = Callable[[RowKind, int], bool]
+IsThere = Callable[[RowKind, int], bool]
 """Whether the row of a block's number is known to be there."""
 
 
@@ -119,7 +119,7 @@ def can_resume(layout: StoreLayout, boundary: int) -> bool:
     return all(boundary % section.unit_tokens == 0 for section in sections)
 
 
-def find_boundary(layout: StoreLayout, limit: int, has: Has) -> int:
+def find_boundary(layout: StoreLayout, limit: int, has: IsThere) -> int:
     """The largest boundary at or below ``limit`` tokens whose rows are all there, or 0.
 
     ``limit`` is at most ``num_tokens - 1``: the engine computes the last token itself.  ``has``

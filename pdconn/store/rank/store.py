@@ -76,6 +76,8 @@ from registration.references import KVCacheReferences
 from transport import Device
 from transport.streams import StreamPoint, stream_point
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class FetchUnderWay:
@@ -143,8 +145,6 @@ class FetchTable:
         del self._fetches[number]
         return None if fetch.bad or fetch.is_dropped else fetch.fetch
 
-
-log = logging.getLogger(__name__)
 
 NUM_READERS = 2
 """One reads while the other verifies or loads."""

@@ -49,6 +49,8 @@ from pdconn.store.shelf.folders import (
 )
 from pdconn.store.shelf.transfer import FileTransfer, recent_rows
 
+log = logging.getLogger(__name__)
+
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """What file systems answer that have no ``fallocate``: NFS before 4.2, ramfs, some FUSE."""
 
@@ -280,9 +282,6 @@ def _fallocate() -> ctypes._NamedFuncPointer:
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     call.restype = ctypes.c_int
     return call
-
-
-log = logging.getLogger(__name__)
 
 
 class FilesShelf(FileParts):

@@ -37,6 +37,8 @@ from pdconn.store.errors import RowDamaged
 from pdconn.store.format.row import ALIGNMENT
 from pdconn.store.shelf.base import Buffer
 
+log = logging.getLogger(__name__)
+
 DIRECT_NBYTES = 64 << 10
 """Reads below are not worth it: the device's latency outweighs the copy."""
 
@@ -135,8 +137,6 @@ def cached_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
-
-log = logging.getLogger(__name__)
 
 _MOST_RECENT = 4096
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})

@@ -36,8 +36,7 @@ from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
 from pdconn.vllm.patches.pool.state_blocks import end_pass_at
 from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 from pdconn.vllm.store.events import StoreEvents, event_groups
-from pdconn.vllm.store.extras import extras_of, has_keys
-from pdconn.vllm.store.identity import namespace_of, salted
+from pdconn.vllm.store.keys import extras_of, has_keys, namespace_of, salted
 from pdconn.vllm.store.states import StateGroups
 from registration.references import KVCacheReferences
 from transport.errors import shown
