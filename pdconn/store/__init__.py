@@ -10,9 +10,9 @@ canonical block::
     FA rows    [   0    ][   1    ][   2    ][   3    ]
     WA rows                                  [ 3 tail ]     boundary 1024 can be resumed
 
-    format/    what a row is: names, layout, footer, boundaries                  pure
+    format/    what a row is, and which rows a prompt has                        pure
     shelf/     where rows are kept: files, memory, NIXL
     budget/    how many bytes there may be, and what is evicted
     rank/      one worker's part: staging, reads, writes, copies
-    engine/    one scheduler's part: look-ups, saves, commits
+    engine/    one scheduler's part: requests and loads, look-ups, saves, commits
 """

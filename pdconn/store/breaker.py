@@ -1,4 +1,4 @@
-"""A breaker: what does not answer is left alone for a while, then tried once.  Pure.
+"""A breaker: what does not answer is left alone for a while, then tried once.
 
 ::
 
@@ -7,12 +7,19 @@
                         └──── a longer pause ────────┘
 
 The bucket of an object store has one, which its calls ask, so that they fail at once behind a
-server that is down.  The store's scheduler has one, which requests ask, so that one of them waits
-for a shelf that hangs and the others compute; that one is for shelves of all kinds, since no call
-comes back from a file system that hangs.
+server that is down.  The store's scheduler has one in its :class:`LoadPatience`, which requests
+ask, so that one of them waits for a shelf that hangs and the others compute; that one is for
+shelves of all kinds, since no call comes back from a file system that hangs.
 """
 
 from __future__ import annotations
+
+import logging
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S, _LONGEST_S = 5.0, 60.0
+"""How long no request is looked up after one waited in vain, doubled each time."""
 
 
 class Breaker:
@@ -56,3 +63,49 @@ class Breaker:
     def succeeded(self) -> None:
         """A try was answered in time."""
         self._pause_s = 0.0
+
+
+class LoadPatience:
+    """How long requests wait for the shelf: one of them while it hangs, the others not at all.
+
+    Its thread only; times are of one clock.
+    """
+
+    def __init__(self) -> None:
+        self._breaker = Breaker(_PAUSE_S, _LONGEST_S)
+        self._trying = ""
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the shelf did not answer the last time."""
+        return self._breaker.is_open
+
+    def admits(self, request: str, now: float) -> bool:
+        """Whether a request may be looked up: while the shelf hangs one may, after each pause."""
+        was_open = self._breaker.is_open
+        if not self._breaker.allows(now):
+            return False
+        self._trying = request if was_open else ""
+        return True
+
+    def is_over(self, request: str, waited_s: float, most_s: float, now: float) -> bool:
+        """Whether a request that waits for the shelf gives up, so that it is computed."""
+        if waited_s <= most_s:
+            return self._breaker.is_open and request != self._trying
+        if not self._breaker.is_open or request == self._trying:
+            self._trying = ""
+            self._breaker.failed(now)
+            log.warning(
+                "pdconn: store: the shelf does not answer, prompts are computed for %.0f s: "
+                "request=%s waited=%.1f",
+                self._breaker.left_s(now),
+                request,
+                waited_s,
+            )
+        return True
+
+    def note_answer(self) -> None:
+        """The shelf answered in time."""
+        if self._breaker.is_open:
+            log.info("pdconn: store: the shelf answers again")
+            self._breaker.succeeded()

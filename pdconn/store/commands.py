@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.format.layout import StoreLayout
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName, StoreLayout
 
 
 @dataclass(frozen=True, slots=True)

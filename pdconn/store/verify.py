@@ -18,16 +18,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
-from pdconn.store.format.footer import (
+from pdconn.store.format.row import (
+    ALIGNMENT,
     TAIL_NBYTES,
     Footer,
+    RowKind,
+    RowLayout,
+    StoreLayout,
     checksum,
     decode_footer,
     footer_nbytes,
     num_slabs_of,
 )
-from pdconn.store.format.layout import ALIGNMENT, RowLayout, StoreLayout
-from pdconn.store.format.names import RowKind
 from pdconn.store.shelf.base import Shelf, StoredRow
 
 _AT_ONCE = 32 << 20

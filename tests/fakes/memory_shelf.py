@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
 
 

@@ -16,10 +16,16 @@ from numpy.typing import NDArray
 from pdconn.planning.gaps import Gaps
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.format.boundaries import rows_needed
-from pdconn.store.format.layout import RowLayout, Slab, StoreLayout, share_layout, store_layout
-from pdconn.store.format.names import RowKind
-from pdconn.store.rank.pairing import Row, RowPairing, unsaved_layers
+from pdconn.store.format.prompt import rows_needed
+from pdconn.store.format.row import (
+    RowKind,
+    RowLayout,
+    Slab,
+    StoreLayout,
+    share_layout,
+    store_layout,
+)
+from pdconn.store.rank.shares import Row, RowPairing, unsaved_layers
 from registration.references import AttentionKind, KVCacheReferences
 from tests.property.cases import sides
 from tests.property.oracle import NOWHERE, UNTOUCHED, Group, Layers, Side, _inside

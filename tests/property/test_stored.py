@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from pdconn.planning.errors import MissingBlock, PlanningError
-from pdconn.store.format.boundaries import pieces
-from pdconn.store.format.layout import store_layout
+from pdconn.store.format.prompt import pieces
+from pdconn.store.format.row import store_layout
 from registration.references import AttentionKind
 from tests.property.scale import drawn
 from tests.property.stored import Store, StoredCase, check, first_read, stored_cases

@@ -12,11 +12,10 @@ import pytest
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.format import layout as layout_module
-from pdconn.store.format.layout import RowLayout, Section, Slab, StoreLayout
-from pdconn.store.format.names import RowKind
-from pdconn.store.rank import pairing as pairing_module
-from pdconn.store.rank.pairing import Row, RowPairing
+from pdconn.store.format import row as row_module
+from pdconn.store.format.row import RowKind, RowLayout, Section, Slab, StoreLayout
+from pdconn.store.rank import shares as shares_module
+from pdconn.store.rank.shares import Row, RowPairing
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
 from tests.property.stored import SlabKey, Store, StoredCase
 from transport import Spans
@@ -84,7 +83,7 @@ class SlabsNotAligned(Store):
         if not saves:
             return made
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pairing_module, "aligned", lambda nbytes: nbytes)
+            patch.setattr(shares_module, "aligned", lambda nbytes: nbytes)
             packed = RowPairing(references, share)
         packed.stride = made.stride
         return packed
@@ -125,7 +124,7 @@ class WrongScale(Store):
             return window and (window if scale == 1 else max(1, window // scale))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pairing_module, "_scaled_window", divided)
+            patch.setattr(shares_module, "_scaled_window", divided)
             return super().pairing(references, share, saves)
 
 
@@ -298,7 +297,7 @@ class RowUnitShort(Store):
             right = tail_units(group, unit_tokens, all_units)
             return max((n for n in range(1, right) if all_units % n == 0), default=right)
 
-        tail_units = layout_module._tail_units
+        tail_units = row_module._tail_units
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout_module, "_tail_units", short)
+            patch.setattr(row_module, "_tail_units", short)
             return super().share(references)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pdconn.store.errors import RowDamaged
-from pdconn.store.format.footer import Footer, encode_footer
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import Footer, RowName, encode_footer
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.verify import RowState, check_row, footer_of
 from tests.tools.cli.stored_rows import BLOCK, NAMESPACE, file_of, full, prompt, save

@@ -11,8 +11,7 @@ import pytest
 
 from pdconn.planning.plan import window_start
 from pdconn.store.engine.saves import RowBlocks
-from pdconn.store.format.layout import as_kept
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName, as_kept
 from registration.references import AttentionKind, KVCacheGroupReference
 from tests.property.oracle import Group, Layers, Side
 

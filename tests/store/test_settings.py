@@ -9,10 +9,9 @@ import pytest
 
 from pdconn.store.errors import FormatError, StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
-from pdconn.store.shelf.described import SHELF_FILE, keep_place, place_of
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.obj.bucket import BucketPlace
-from pdconn.store.shelf.open import open_shelf
+from pdconn.store.shelf.open import SHELF_FILE, keep_place, open_shelf, place_of
 from tests.store.shelves.plain_rows import payload, row_name, save
 
 OBJ = {"root": "/mnt/kv", "capacity": "1GiB", "shelf": "obj", "bucket": "rows/kv"}

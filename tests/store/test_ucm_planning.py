@@ -21,9 +21,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdconn.store.format.boundaries import find_boundary, pieces, rows_needed
-from pdconn.store.format.layout import Section, StoreLayout, store_layout
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.prompt import find_boundary, pieces, rows_needed
+from pdconn.store.format.row import RowKind, Section, StoreLayout, store_layout
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from pdconn.store.rank.staging import HostArea
+from pdconn.store.rank.copies import HostArea
 from pdconn.store.shelf.transfer import RecentRows
 from pdconn.threads import AmountBox, Box, Worker
 

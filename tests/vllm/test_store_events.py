@@ -16,8 +16,8 @@ from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.subscriber import EventSource
 from pdconn.router.prefix.hashing import NOTHING
 from pdconn.router.prefix.kv_events import decode_batch
-from pdconn.store.format.layout import Layer, RowLayout, Section, StoreLayout
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.format.prompt import Chain
+from pdconn.store.format.row import Layer, RowKind, RowLayout, RowName, Section, StoreLayout
 from registration.references import AttentionKind
 
 with warnings.catch_warnings():

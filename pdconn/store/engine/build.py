@@ -9,30 +9,35 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from pdconn.store.budget.evictions import HEADROOM
+from pdconn.store.budget.root_budget import HEADROOM, RootBudget
 from pdconn.store.commands import OpenStore
-from pdconn.store.engine.budgeting import RootBudget
-from pdconn.store.engine.catalogue import Catalogue, Learnt
-from pdconn.store.engine.commits import Committer, row_sizes
-from pdconn.store.engine.keeper import Budget, Keeper, KeeperCommand, KeeperLoop, KeeperReport, Told
+from pdconn.store.engine.keeper import (
+    Budget,
+    Committer,
+    KeeperCommand,
+    KeeperLoop,
+    KeeperReport,
+    row_sizes,
+)
 from pdconn.store.engine.lookups import (
+    Catalogue,
     Finder,
+    Learnt,
     LookupAnswer,
     LookupLoop,
     LookupQuestion,
     Lookups,
     ShareSizes,
 )
-from pdconn.store.engine.saves import RowBlocks
+from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
-from pdconn.store.format.boundaries import Spacing, pieces
-from pdconn.store.format.footer import row_nbytes
-from pdconn.store.format.layout import StoreLayout, as_kept, share_layout
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.prompt import Spacing, pieces
+from pdconn.store.format.row import RowKind, StoreLayout, as_kept, row_nbytes, share_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
-from pdconn.store.shelf.open import keep_layout, open_shelf
+from pdconn.store.shelf.folders import keep_layout
+from pdconn.store.shelf.open import open_shelf
 from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheGroupReference, KVCacheReferences
 
@@ -49,7 +54,7 @@ def build_scheduler(
     clock: Callable[[], float],
     shelf: Callable[[], Shelf] | None = None,
     budget: Budget | None = None,
-    told: Told | None = None,
+    told: NoteRows | None = None,
 ) -> StoreScheduler:
     """A scheduler with its threads started.
 
@@ -98,7 +103,7 @@ def _start_threads(
     shelf: Callable[[], Shelf],
     budget: Budget | None,
     clock: Callable[[], float],
-    told: Told | None,
+    told: NoteRows | None,
 ) -> tuple[Keeper, Lookups]:
     """Both threads, each with the other's inbox: they learn together which rows are there."""
     to_keeper: Box[KeeperCommand] = Box()
@@ -118,7 +123,7 @@ def _start_threads(
             budget=budget,
         ),
         clock=clock,
-        describe=lambda place: keep_layout(settings, place, layout),
+        describe=partial(keep_layout, settings.root, layout=layout),
     )  # fmt: skip
     finder = Finder(layout, Catalogue(namespace), sizes, settings.staging, clock)
     looking = LookupLoop(to_lookups, answers, to_keeper, finder, shelf)

@@ -1,14 +1,23 @@
-"""The store's keeper in the scheduler's process: commits, budget, eviction, on a thread of its own.
+"""The keeper's thread in the scheduler's process: commits, budget, eviction.
 
 ::
 
-    engine's thread   Keeper ── SaveBatch, RowsUsed, RowsFailed, … ──► _KeeperLoop ──► shelf,
+    engine's thread   Keeper ── SaveBatch, RowsUsed, RowsFailed, … ──► KeeperLoop ──► shelf,
                         ◄── KeeperReport: settled, committed, gone ──      │      ledger, evictor
                         takes from AmountBox ◄── bytes that may be written ┘
     look-ups          ◄── RowsListed, RowsStored, RowsGone ────────────────┘
 
 The engine's thread asks it for nothing that takes a system call: rows to save are admitted by
 an allowance that the keeper keeps topped up.
+
+Rows that all ranks have written become visible in an order that readers rely on.  Every rank leaves
+a note beside a part.  When the notes of all ranks are there, their checksums go into the footer,
+and the part gets the row's name.  Within a batch FA rows come first and WA rows last, and a WA row
+is committed only if its FA row is there: it tells readers that the boundary can be resumed.
+
+A row of which a rank says that it cannot save its share is given up at once, and one whose notes
+do not come, of a rank that died or hangs, after a minute.  A rank that was late may make the part
+anew, of bytes that nobody reserved any more: parts that were given up are discarded again.
 """
 
 from __future__ import annotations
@@ -16,10 +25,12 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pdconn.store.engine.catalogue import (
+from pdconn.sidechannel.quiet_log import QuietLog
+from pdconn.store.commands import SaveRow
+from pdconn.store.engine.lookups import (
     Catalogue,
     Learnt,
     NamespaceChanged,
@@ -28,14 +39,236 @@ from pdconn.store.engine.catalogue import (
     RowsListed,
     RowsStored,
 )
-from pdconn.store.engine.commits import Committer, SaveBatch
-from pdconn.store.engine.lookups import LookupAnswer, ShareSizes
-from pdconn.store.errors import StoreError
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.errors import RowDamaged, StoreError
+from pdconn.store.format.row import (
+    Footer,
+    RowKind,
+    RowName,
+    StoreLayout,
+    decode_note,
+    encode_footer,
+    joined,
+    row_nbytes,
+)
+from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
-from pdconn.threads import AmountBox, Box, ThreadDied, Worker
+from pdconn.threads import AmountBox, Box, ThreadDied
 
 log = logging.getLogger(__name__)
+
+NOTES_S = 60.0
+"""How long ranks may take to write a row after another was committed."""
+
+_AGAIN_S = 30.0
+_LATEST_S = 3600.0
+_MOST_GIVEN_UP = 1024
+"""How often, for how long, and how many parts that were given up are discarded again."""
+
+_AHEAD = 4
+"""Rows without their notes, after which no more are looked at: ranks write them in order."""
+
+
+def row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
+    """Bytes of a row of each kind with its footer."""
+    sizes = {RowKind.FA: row_nbytes(layout.fa)}
+    if layout.wa is not None:
+        sizes[RowKind.WA] = row_nbytes(layout.wa)
+    return sizes
+
+
+class CommitBudget(Protocol):
+    """What commits ask of the byte budget: reserved bytes become a row's, or are free again."""
+
+    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+        """Commit a part of taken bytes, to be evicted one day; False if the row was there."""
+
+    def release(self, nbytes: int) -> None:
+        """Taken bytes are free again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SaveBatch:
+    """Rows of one SaveRows."""
+
+    namespace: str
+    rows: Sequence[SaveRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A row that is there now; ``is_new`` unless somebody else had committed it before."""
+
+    namespace: str
+    name: RowName
+    nbytes: int
+    is_new: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Unnoted:
+    """A row whose notes are not all there; ``since`` the step that first saw it."""
+
+    batch: SaveBatch
+    row: SaveRow
+    since: float | None = None
+
+
+class Committer:
+    """Parts that wait for their notes.
+
+    Args:
+        writer: our name in the names of parts.
+        num_ranks: notes that every part gets.
+        settled: called with each row that is not being saved any more, committed or not.
+    """
+
+    def __init__(
+        self,
+        layout: StoreLayout,
+        *,
+        writer: str,
+        num_ranks: int,
+        catalogue: Catalogue,
+        budget: CommitBudget | None,
+        settled: Callable[[RowName], None],
+    ) -> None:
+        self._layout, self._writer, self._num_ranks = layout, writer, num_ranks
+        self._catalogue, self._budget, self._settled = catalogue, budget, settled
+        self._nbytes = row_sizes(layout)
+        self._waiting: dict[RowName, _Unnoted] = {}
+        self._added: list[_Unnoted] = []
+        self._last_note: float | None = None
+        self._failures = 0
+        self._warnings = QuietLog(log, pause_s=REPEAT_S)
+        self._not_saved: set[str] = set()
+        self._given_up: dict[str, float] = {}
+        self._discarded_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take_failures(self) -> int:
+        """Rows that could not be committed since the last call."""
+        failures, self._failures = self._failures, 0
+        return failures
+
+    def add(self, batch: SaveBatch) -> None:
+        """Rows are on their way."""
+        for row in batch.rows:
+            waiting = self._waiting[row.name] = _Unnoted(batch, row)
+            self._added.append(waiting)
+
+    def not_saved(self, part: str) -> None:
+        """A rank cannot save its share of the row, and has left no note."""
+        if any(each.row.part == part for each in self._waiting.values()):
+            self._not_saved.add(part)
+
+    def step(self, shelf: Shelf, namespace: Callable[[], str], now: float) -> list[Committed]:
+        """Commit what is written.
+
+        Rows of another namespace than the engine's present one are dropped: the prefix cache
+        was reset while they were being saved.
+        """
+        done = []
+        if not self._waiting:
+            self._last_note = None
+        added, self._added = self._added, []
+        for each in added:
+            each.since = now
+        unwritten = 0
+        for each in list(self._waiting.values()):
+            batch, row = each.batch, each.row
+            if unwritten == _AHEAD:
+                break
+            if row.name.kind is RowKind.WA and replace(row.name, kind=RowKind.FA) in self._waiting:
+                continue
+            notes = shelf.notes(self._writer, row.part)
+            if len(notes) == self._num_ranks:
+                self._last_note = now
+            elif row.part not in self._not_saved and not self._is_late(each, now):
+                unwritten += 1
+                continue
+            del self._waiting[row.name]
+            self._not_saved.discard(row.part)
+            made = None
+            try:
+                # Asked after the notes were read: a reset frees blocks, and a row that was
+                # gathered after it may be of others' bytes.
+                if batch.namespace == namespace():
+                    made = self._commit(shelf, batch, row, [notes[rank] for rank in notes])
+            except StoreError as error:
+                self._failures += 1
+                self._warnings.warning(
+                    "pdconn: store: not saved: row=%s: %s", row.name.file_name, error
+                )
+            if made is None:
+                self._give_up(shelf, row, now)
+            else:
+                done.append(made)
+            self._settled(row.name)
+        if self._given_up and now - self._discarded_at >= _AGAIN_S:
+            self._discard_again(shelf, now)
+        return done
+
+    def _is_late(self, waiting: _Unnoted, now: float) -> bool:
+        """Whether neither the row was added nor any row was written within the time."""
+        times = [at for at in (self._last_note, waiting.since) if at is not None]
+        return bool(times) and now - max(times) > NOTES_S
+
+    def _commit(
+        self, shelf: Shelf, batch: SaveBatch, row: SaveRow, notes: Sequence[bytes]
+    ) -> Committed | None:
+        if row.name.kind is RowKind.WA and not self._has_full(shelf, batch.namespace, row.name):
+            return None
+        layout = self._layout.of(row.name.kind)
+        sums = joined([decode_note(note) for note in notes], len(layout.slabs))
+        if sums is None or len(notes) < self._num_ranks:
+            raise RowDamaged(f"notes: expected {self._num_ranks} with every slab, got {len(notes)}")
+        first = row.name.index * layout.block_tokens
+        tokens = range(first, first + layout.block_tokens)
+        footer = Footer(batch.namespace, row.name, tokens, layout.data_nbytes, sums)
+        data = memoryview(bytearray(encode_footer(footer)))
+        shelf.write(self._writer, row.part, [(layout.data_nbytes, data)])
+        nbytes = self._nbytes[row.name.kind]
+        if self._budget is None:
+            is_new = shelf.commit(self._writer, row.part, batch.namespace, row.name)
+        else:
+            part = StoredPart(self._writer, row.part, nbytes)
+            is_new = self._budget.commit(shelf, part, batch.namespace, row.name)
+        made = Committed(batch.namespace, row.name, nbytes, is_new)
+        self._catalogue.learn(RowsStored(batch.namespace, (row.name,), are_new=True), 0.0)
+        if self._budget is not None and not is_new:
+            self._budget.release(nbytes)
+        return made
+
+    def _has_full(self, shelf: Shelf, namespace: str, name: RowName) -> bool:
+        """Whether the FA row is there, which another engine may have saved."""
+        known = self._catalogue.has(RowKind.FA, name.key)
+        return known or shelf.has(namespace, replace(name, kind=RowKind.FA))
+
+    def _discard_again(self, shelf: Shelf, now: float) -> None:
+        self._discarded_at = now
+        for part, since in list(self._given_up.items()):
+            if now - since > _LATEST_S:
+                del self._given_up[part]
+                continue
+            try:
+                shelf.discard(self._writer, part)
+            except StoreError as error:
+                self._warnings.warning("pdconn: store: part not removed: part=%s: %s", part, error)
+
+    def _give_up(self, shelf: Shelf, row: SaveRow, now: float) -> None:
+        self._given_up[row.part] = now
+        if len(self._given_up) > _MOST_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+        try:
+            shelf.discard(self._writer, row.part)
+        except StoreError as error:
+            self._warnings.warning("pdconn: store: part not removed: part=%s: %s", row.part, error)
+            return  # its bytes are there, and stay reserved
+        if self._budget is not None:
+            self._budget.release(self._nbytes[row.name.kind])
+
 
 _BUSY_S = 0.02
 """How often notes are looked for while rows are being saved."""
@@ -44,17 +277,13 @@ _TOUCH_S = 60.0
 """A row's last use is noted that often at most."""
 _FAULT_S = 5.0
 """After the shelf failed, the next try."""
-MAX_STORED = 1 << 17
-"""Rows of each kind that the engine's thread remembers to be there."""
-MAX_WAITING = 4096
-"""Uses of rows are dropped while more waits for the keeper, which may hang in its shelf."""
 _ROWS_AT_ONCE = 512
-_REPORTS_AT_ONCE = 16
+REPORTS_AT_ONCE = 16
 """Rows that one report says are gone, and reports that wait for the engine's next step at once: an
 engine without work takes no step for hours, while others evict."""
 
 
-class Budget(Protocol):
+class Budget(CommitBudget, Protocol):
     """The byte budget, as the keeper uses it."""
 
     @property
@@ -66,12 +295,6 @@ class Budget(Protocol):
 
     def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
         """Top up, evict; rows of ``namespace`` that were evicted."""
-
-    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
-        """Commit a part of taken bytes, to be evicted one day; False if the row was there."""
-
-    def release(self, nbytes: int) -> None:
-        """Taken bytes are free again."""
 
     def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
         """Remove a damaged row; its bytes."""
@@ -87,10 +310,6 @@ class Budget(Protocol):
 
     def close(self) -> None:
         """Give back what was not used."""
-
-
-Told = Callable[[Sequence[RowName], Sequence[RowName]], None]
-"""Is given rows that are there now, and rows that are gone, on the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,166 +347,6 @@ class KeeperReport:
 
 
 KeeperCommand = SaveBatch | PartNotSaved | RowsUsed | Learnt
-
-
-class StoredKeys:
-    """Keys of rows that are there, those of the latest requests, by kind.
-
-    Bounded: when the young ones are half of the most, the old ones are forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._young: dict[RowKind, dict[bytes, None]] = {kind: {} for kind in RowKind}
-        self._old: dict[RowKind, dict[bytes, None]] = {kind: {} for kind in RowKind}
-
-    def has(self, name: RowName) -> bool:
-        """Whether the row is known to be there."""
-        return name.key in self._young[name.kind] or name.key in self._old[name.kind]
-
-    def add_keys(self, kind: RowKind, keys: Sequence[bytes]) -> None:
-        """The rows are there."""
-        young = self._young[kind]
-        young.update(dict.fromkeys(keys))
-        if len(young) > MAX_STORED // 2:
-            self._old[kind], self._young[kind] = young, {}
-
-    def remove(self, names: Iterable[RowName]) -> None:
-        """The rows are not there any more."""
-        for name in names:
-            self._young[name.kind].pop(name.key, None)
-            self._old[name.kind].pop(name.key, None)
-
-
-class Keeper:
-    """The engine's end of the keeper's boxes.
-
-    Args:
-        worker: the keeper's thread.
-        sizes: of rows in staging.
-        row_nbytes: bytes of a row of each kind, as the budget counts them.
-        room: bytes that may be written; None for a store that is only read.
-        lookups: the inbox of the look-ups, which learn with the keeper.
-        namespace: where the engine's rows are, until :meth:`cleared`.
-        told: is given rows committed and gone.
-    """
-
-    def __init__(
-        self,
-        worker: Worker[KeeperCommand],
-        *,
-        sizes: ShareSizes,
-        row_nbytes: Mapping[RowKind, int],
-        room: AmountBox | None,
-        lookups: Box[Any],
-        namespace: str,
-        told: Told | None = None,
-    ) -> None:
-        self.sizes = sizes
-        self._worker, self._lookups = worker, lookups
-        self._row_nbytes, self._room = row_nbytes, room
-        self._namespace = namespace
-        self._told = told or (lambda new, gone: None)
-        self._saving: set[RowName] = set()
-        self._stored = StoredKeys()
-        self._counts: Counter[str] = Counter()
-        self._usage: dict[str, int] = {}
-        worker.start()
-
-    def is_wanted(self, name: RowName) -> bool:
-        """Whether the row is neither being saved nor known to be there."""
-        return name not in self._saving and not self._stored.has(name)
-
-    def note_answer(self, answer: LookupAnswer) -> None:
-        """A look-up has found rows."""
-        if answer.namespace == self._namespace:
-            for kind, keys in answer.there:
-                self._stored.add_keys(kind, keys)
-
-    def admit_rows(self, names: Sequence[RowName]) -> list[RowName]:
-        """Those of ``names``, from the first on, that the budget has room for now."""
-        taken: list[RowName] = []
-        for name in names:
-            room = self._room
-            if room is not None and not room.take_amount(self._row_nbytes[name.kind]):
-                self._counts["store_saves_skipped"] += len(names) - len(taken)
-                break
-            taken.append(name)
-        self._saving.update(taken)
-        return taken
-
-    def add_batch(self, batch: SaveBatch) -> None:
-        """Rows are on their way to the shelf."""
-        self._worker.inbox.put(batch)
-
-    def part_not_saved(self, part: str) -> None:
-        """A rank cannot save its share of the row."""
-        self._worker.inbox.put(PartNotSaved(part))
-
-    def rows_used(self, rows: Sequence[RowName]) -> None:
-        """The rows were used.  Forgotten where the keeper is far behind."""
-        if len(self._worker.inbox.items) < MAX_WAITING:
-            self._worker.inbox.put(RowsUsed(rows))
-
-    def rows_failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
-        """Rows could not be read, or were not what was saved: the latter are removed."""
-        failed = RowsFailed(self._namespace, tuple(missing), tuple(damaged))
-        self._stored.remove((*failed.missing, *failed.damaged))
-        self._lookups.put(failed)
-        self._worker.inbox.put(failed)
-
-    def cleared(self, namespace: str) -> None:
-        """Rows are saved to and looked up in ``namespace`` from now on."""
-        self._namespace = namespace
-        self._stored = StoredKeys()
-        changed = NamespaceChanged(namespace)
-        self._lookups.put(changed)
-        self._worker.inbox.put(changed)
-
-    def is_saving(self) -> bool:
-        """Whether a row is on its way to the shelf."""
-        self.take_reports()
-        return bool(self._saving)
-
-    def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
-        self.take_reports()
-        if not self._counts:
-            return {}
-        counts, self._counts = self._counts, Counter()
-        return {name: amount for name, amount in counts.items() if amount}
-
-    def usage(self) -> dict[str, int]:
-        """Gauges: bytes of the budget, as last seen."""
-        self.take_reports()
-        return self._usage
-
-    def take_reports(self) -> None:
-        """Take over some of what the keeper has reported; call it in each step."""
-        reports = self._worker.outbox.items
-        for _ in range(min(len(reports), _REPORTS_AT_ONCE)):
-            report = reports.popleft()
-            if isinstance(report, ThreadDied):
-                # What is being saved stays unsaved, and no bytes are handed out any more.
-                self._saving.clear()
-                self._room = AmountBox()
-            else:
-                self._take_report(report)
-
-    def close(self) -> None:
-        """End the thread; rows whose notes are all there are committed first."""
-        self._worker.end(20.0)
-
-    def _take_report(self, report: KeeperReport) -> None:
-        self._saving.difference_update(report.settled)
-        self._counts.update(report.counts)
-        self._usage = report.usage
-        if report.namespace != self._namespace:  # of before a reset
-            return
-        for name in report.committed:
-            self._stored.add_keys(name.kind, (name.key,))
-        self._stored.remove(report.gone)
-        if report.committed or report.gone:
-            self._told(report.committed, report.gone)
 
 
 class _Owed:
@@ -475,7 +534,7 @@ class KeeperLoop:
 
     def _report(self) -> None:
         """Report what the engine does not know, as far as it has taken what was reported."""
-        while len(self._outbox.items) < _REPORTS_AT_ONCE:
+        while len(self._outbox.items) < REPORTS_AT_ONCE:
             report = self._owed.take_report()
             if report is None:
                 return

@@ -1,4 +1,4 @@
-"""Which rows of a running request are to be saved, decided step by step.
+"""The engine's half of saving: which rows of running requests are saved, and the way to the keeper.
 
 A pass of the engine computes tokens ``[before, after)`` of a request.  Rows are saved in the
 step in which their last token is computed: all window blocks of the pass exist until the next
@@ -17,18 +17,202 @@ engine's own cache is saved once if the store lacks it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows, StoreCommand
-from pdconn.store.engine.commits import SaveBatch
-from pdconn.store.engine.keeper import Keeper
-from pdconn.store.format.boundaries import Spacing, can_resume, pieces
-from pdconn.store.format.layout import StoreLayout, row_kind
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.engine.keeper import (
+    REPORTS_AT_ONCE,
+    KeeperCommand,
+    KeeperReport,
+    PartNotSaved,
+    RowsUsed,
+    SaveBatch,
+)
+from pdconn.store.engine.lookups import (
+    LookupAnswer,
+    NamespaceChanged,
+    RowsFailed,
+    ShareSizes,
+)
+from pdconn.store.format.prompt import Chain, Spacing, can_resume, pieces
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_kind
+from pdconn.threads import AmountBox, Box, ThreadDied, Worker
 from registration.references import AttentionKind, KVCacheGroupReference
+
+MAX_STORED = 1 << 17
+"""Rows of each kind that the engine's thread remembers to be there."""
+MAX_WAITING = 4096
+"""Uses of rows are dropped while more waits for the keeper, which may hang in its shelf."""
+
+
+NoteRows = Callable[[Sequence[RowName], Sequence[RowName]], None]
+"""Is given rows that are there now, and rows that are gone, on the engine's thread."""
+
+
+class StoredKeys:
+    """Keys of rows that are there, those of the latest requests, by kind.
+
+    Bounded: when the young ones are half of the most, the old ones are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._young: dict[RowKind, dict[bytes, None]] = {kind: {} for kind in RowKind}
+        self._old: dict[RowKind, dict[bytes, None]] = {kind: {} for kind in RowKind}
+
+    def has(self, name: RowName) -> bool:
+        """Whether the row is known to be there."""
+        return name.key in self._young[name.kind] or name.key in self._old[name.kind]
+
+    def add_keys(self, kind: RowKind, keys: Sequence[bytes]) -> None:
+        """The rows are there."""
+        young = self._young[kind]
+        young.update(dict.fromkeys(keys))
+        if len(young) > MAX_STORED // 2:
+            self._old[kind], self._young[kind] = young, {}
+
+    def remove(self, names: Iterable[RowName]) -> None:
+        """The rows are not there any more."""
+        for name in names:
+            self._young[name.kind].pop(name.key, None)
+            self._old[name.kind].pop(name.key, None)
+
+
+class Keeper:
+    """The engine's end of the keeper's boxes.
+
+    Args:
+        worker: the keeper's thread.
+        sizes: of rows in staging.
+        row_nbytes: bytes of a row of each kind, as the budget counts them.
+        room: bytes that may be written; None for a store that is only read.
+        lookups: the inbox of the look-ups, which learn with the keeper.
+        namespace: where the engine's rows are, until :meth:`cleared`.
+        told: is given rows committed and gone.
+    """
+
+    def __init__(
+        self,
+        worker: Worker[KeeperCommand],
+        *,
+        sizes: ShareSizes,
+        row_nbytes: Mapping[RowKind, int],
+        room: AmountBox | None,
+        lookups: Box[Any],
+        namespace: str,
+        told: NoteRows | None = None,
+    ) -> None:
+        self.sizes = sizes
+        self._worker, self._lookups = worker, lookups
+        self._row_nbytes, self._room = row_nbytes, room
+        self._namespace = namespace
+        self._told = told or (lambda new, gone: None)
+        self._saving: set[RowName] = set()
+        self._stored = StoredKeys()
+        self._counts: Counter[str] = Counter()
+        self._usage: dict[str, int] = {}
+        worker.start()
+
+    def is_wanted(self, name: RowName) -> bool:
+        """Whether the row is neither being saved nor known to be there."""
+        return name not in self._saving and not self._stored.has(name)
+
+    def note_answer(self, answer: LookupAnswer) -> None:
+        """A look-up has found rows."""
+        if answer.namespace == self._namespace:
+            for kind, keys in answer.there:
+                self._stored.add_keys(kind, keys)
+
+    def admit_rows(self, names: Sequence[RowName]) -> list[RowName]:
+        """Those of ``names``, from the first on, that the budget has room for now."""
+        taken: list[RowName] = []
+        for name in names:
+            room = self._room
+            if room is not None and not room.take_amount(self._row_nbytes[name.kind]):
+                self._counts["store_saves_skipped"] += len(names) - len(taken)
+                break
+            taken.append(name)
+        self._saving.update(taken)
+        return taken
+
+    def add_batch(self, batch: SaveBatch) -> None:
+        """Rows are on their way to the shelf."""
+        self._worker.inbox.put(batch)
+
+    def part_not_saved(self, part: str) -> None:
+        """A rank cannot save its share of the row."""
+        self._worker.inbox.put(PartNotSaved(part))
+
+    def rows_used(self, rows: Sequence[RowName]) -> None:
+        """The rows were used.  Forgotten where the keeper is far behind."""
+        if len(self._worker.inbox.items) < MAX_WAITING:
+            self._worker.inbox.put(RowsUsed(rows))
+
+    def rows_failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
+        """Rows could not be read, or were not what was saved: the latter are removed."""
+        failed = RowsFailed(self._namespace, tuple(missing), tuple(damaged))
+        self._stored.remove((*failed.missing, *failed.damaged))
+        self._lookups.put(failed)
+        self._worker.inbox.put(failed)
+
+    def cleared(self, namespace: str) -> None:
+        """Rows are saved to and looked up in ``namespace`` from now on."""
+        self._namespace = namespace
+        self._stored = StoredKeys()
+        changed = NamespaceChanged(namespace)
+        self._lookups.put(changed)
+        self._worker.inbox.put(changed)
+
+    def is_saving(self) -> bool:
+        """Whether a row is on its way to the shelf."""
+        self.take_reports()
+        return bool(self._saving)
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        self.take_reports()
+        if not self._counts:
+            return {}
+        counts, self._counts = self._counts, Counter()
+        return {name: amount for name, amount in counts.items() if amount}
+
+    def usage(self) -> dict[str, int]:
+        """Gauges: bytes of the budget, as last seen."""
+        self.take_reports()
+        return self._usage
+
+    def take_reports(self) -> None:
+        """Take over some of what the keeper has reported; call it in each step."""
+        reports = self._worker.outbox.items
+        for _ in range(min(len(reports), REPORTS_AT_ONCE)):
+            report = reports.popleft()
+            if isinstance(report, ThreadDied):
+                # What is being saved stays unsaved, and no bytes are handed out any more.
+                self._saving.clear()
+                self._room = AmountBox()
+            else:
+                self._take_report(report)
+
+    def close(self) -> None:
+        """End the thread; rows whose notes are all there are committed first."""
+        self._worker.end(20.0)
+
+    def _take_report(self, report: KeeperReport) -> None:
+        self._saving.difference_update(report.settled)
+        self._counts.update(report.counts)
+        self._usage = report.usage
+        if report.namespace != self._namespace:  # of before a reset
+            return
+        for name in report.committed:
+            self._stored.add_keys(name.kind, (name.key,))
+        self._stored.remove(report.gone)
+        if report.committed or report.gone:
+            self._told(report.committed, report.gone)
+
 
 IsWanted = Callable[[RowName], bool]
 """Whether a row is neither there nor being saved."""
@@ -82,7 +266,7 @@ def rows_to_save(
 class RowBlocks:
     """Which blocks of each KV cache group of the engine a row is made of.
 
-    ``groups`` are as rows keep them, see :func:`~pdconn.store.format.layout.as_kept`.
+    ``groups`` are as rows keep them, see :func:`~pdconn.store.format.row.as_kept`.
     """
 
     block_tokens: int

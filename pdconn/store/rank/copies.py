@@ -1,4 +1,4 @@
-"""Copies between KV memory and rows in host memory, without a step of Python for each run.
+"""Host memory that rows pass through, and copies between it and KV memory.
 
 KV is scattered, rows are not: sorted by their address in host memory, the runs of a plan form
 few contiguous *segments*.  A segment is gathered or scattered by one indexed copy in units of
@@ -12,11 +12,19 @@ Measured on one shared core, host memory, rows of 9 MiB, GB/s out of and into KV
 9 and 15, of 4 KiB 8 and 9, of 256 bytes 4 and 4.  ``process_vm_readv`` on our own process moved 8
 at 16 KiB and 4 at 4 KiB.  A loop of ``memmove`` does, too, but contends with the engine's thread
 for the interpreter at every run.
+
+The host memory is anonymous and lazy: pages cost nothing until a row first lies in them.  Where the
+KV is on a GPU it is pinned, so that copies to and from it are asynchronous and fast; without
+pinning they are slower and as correct.  numpy and mmap alone, no tensors: vLLM's workers run in
+inference mode, and what is made in it cannot be used outside of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +34,72 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.integrity.memory import OnDevice
+from pdconn.store.format.row import ALIGNMENT, aligned
 from transport import Device, Memory, Spans
+
+log = logging.getLogger(__name__)
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in Python's module from 3.13 on
+_HUGE = 1 << 21
+
+
+class HostArea:
+    """``nbytes`` of zeroed host memory, rounded up to pages.
+
+    It is freed when the last view of it is; :meth:`unpin` first.
+
+    Attributes:
+        nbytes: its size, a multiple of 4096.
+        address: of its first byte, a multiple of 4096.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = aligned(max(nbytes, 1))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        pages = mmap.mmap(-1, self.nbytes, flags=flags)
+        if self.nbytes >= _HUGE:
+            with contextlib.suppress(OSError, ValueError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(pages)
+        self.address = int(np.frombuffer(pages, np.uint8).ctypes.data)
+        self._is_pinned = False
+
+    def holds(self, offset: int, nbytes: int) -> bool:
+        """Whether ``nbytes`` from ``offset`` on lie in the area, beginning at a page."""
+        return offset >= 0 and offset % ALIGNMENT == 0 and offset + nbytes <= self.nbytes
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The writable bytes ``[offset, offset + nbytes)``."""
+        return self._view[offset : offset + nbytes]
+
+    def pin(self) -> bool:
+        """Pin the memory for the GPUs of this process; False where that fails."""
+        try:
+            code: Any = _cuda_runtime().cudaHostRegister(self.address, self.nbytes, 0)
+            self._is_pinned = int(code) == 0
+        except (RuntimeError, OSError, AttributeError, AssertionError) as error:
+            code = error
+        if not self._is_pinned:
+            log.warning(
+                "pdconn: store: host memory not pinned, copies are slower: nbytes=%d error=%s",
+                self.nbytes,
+                code,
+            )
+        return self._is_pinned
+
+    def unpin(self) -> None:
+        """Undo :meth:`pin`; nothing may be copied any more."""
+        if self._is_pinned:
+            self._is_pinned = False
+            _cuda_runtime().cudaHostUnregister(self.address)
+
+
+def _cuda_runtime() -> Any:
+    import torch
+
+    cuda: Any = torch.cuda
+    return cuda.cudart()
+
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]

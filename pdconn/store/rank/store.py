@@ -14,6 +14,13 @@
 The engine's thread queues and takes, and keeps count of what is left of which fetch: what a store
 opens, reads, plans and copies is done on the store's own threads.  Every Fetch, LoadRows and
 SaveRows is answered, also by threads that have failed.
+
+A fetch is answered once, when all its rows have been tried; its bytes belong to it until it was
+loaded, or dropped and answered::
+
+    Fetch ──► rows: read, verify ──► FetchResult ──► LoadRows ──► loaded
+                │                                      └────► failed
+    DropFetch ──┴─► rows not begun are left out ──► FetchResult, over
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.store.budget.locks import HeldWriter
@@ -29,37 +36,38 @@ from pdconn.store.commands import (
     DropFetch,
     FailLoad,
     Fetch,
+    FetchResult,
     LoadRows,
     OpenStore,
     SaveRows,
     StoreCommand,
     StoreResult,
 )
-from pdconn.store.rank.copies import copies_of
-from pdconn.store.rank.fetches import (
-    BeginFetch,
-    FetchTable,
-    LoadFetched,
-    ReadRow,
-    ReadTask,
-    RowReader,
-    refused_read,
-)
-from pdconn.store.rank.saves import RowWriter, SaveUnderWay, refuse_save, unsaved
+from pdconn.store.format.row import RowName
+from pdconn.store.rank.copies import HostArea, copies_of
 from pdconn.store.rank.shares import OpenedRank
-from pdconn.store.rank.staging import HostArea
 from pdconn.store.rank.tasks import (
     Answer,
+    BeginFetch,
     FetchRefused,
     Loaded,
     LoadFailed,
+    LoadFetched,
     Problem,
+    ReadRow,
+    ReadTask,
+    RowReader,
     RowTried,
+    RowWriter,
+    SaveUnderWay,
     StagingReady,
     SwitchedOff,
     TaskLoop,
     TaskReport,
     TaskReports,
+    refuse_save,
+    refused_read,
+    unsaved,
 )
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
@@ -69,6 +77,74 @@ from transport import Device
 from transport.streams import StreamPoint, stream_point
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class FetchUnderWay:
+    """A fetch: rows ``left`` to try, and ``bad`` ones, by their places among the rows."""
+
+    fetch: Fetch
+    left: set[int]
+    bad: dict[int, Problem] = field(default_factory=dict)
+    is_dropped: bool = False
+
+    def result(self) -> FetchResult:
+        """The answer, once none is left."""
+        found: dict[Problem, list[RowName]] = {problem: [] for problem in Problem}
+        for place in sorted(self.bad):
+            found[self.bad[place]].append(self.fetch.rows[place])
+        missing, damaged = found[Problem.MISSING], found[Problem.DAMAGED]
+        return FetchResult(self.fetch.number, tuple(missing), tuple(damaged))
+
+
+class FetchTable:
+    """The fetches that have bytes in staging."""
+
+    def __init__(self) -> None:
+        self._fetches: dict[int, FetchUnderWay] = {}
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def add_fetch(self, fetch: Fetch) -> None:
+        """A fetch begins."""
+        self._fetches[fetch.number] = FetchUnderWay(fetch, set(range(len(fetch.rows))))
+
+    def rows_tried(
+        self, number: int, places: Sequence[int] | None, problem: Problem | None
+    ) -> FetchResult | None:
+        """Rows were read, or could not be; all that are left, for None.  The last one answers."""
+        fetch = self._fetches.get(number)
+        if fetch is None:
+            return None
+        tried = fetch.left.copy() if places is None else fetch.left.intersection(places)
+        if places is not None and not tried:
+            return None
+        fetch.left -= tried
+        if problem is not None:
+            fetch.bad.update(dict.fromkeys(tried, problem))
+        if fetch.left:
+            return None
+        if fetch.is_dropped:
+            del self._fetches[number]
+        return fetch.result()
+
+    def drop_fetch(self, number: int) -> None:
+        """The bytes of a fetch are not needed (any more)."""
+        fetch = self._fetches.get(number)
+        if fetch is not None:
+            fetch.is_dropped = True
+            if not fetch.left:
+                del self._fetches[number]
+
+    def take_fetch(self, number: int) -> Fetch | None:
+        """End a fetch by a load: None if there is none, or not with every row."""
+        fetch = self._fetches.get(number)
+        if fetch is None or fetch.left:
+            return None
+        del self._fetches[number]
+        return None if fetch.bad or fetch.is_dropped else fetch.fetch
+
 
 NUM_READERS = 2
 """One reads while the other verifies or loads."""

@@ -8,24 +8,50 @@
                                     refuse(task)      and so every later task, after the third such
                                                       error, or where the thread could not begin
 
-So a request that waits for a task never waits for a thread that is no more.
+    RowReader    rows ──read, verify──► staging ──► KV blocks
+    RowWriter    KV blocks ──gather──► buffer ──checksums──► Shelf.write ──► Shelf.put_note
+                              └ after the last row: SaveResult, the blocks may be freed
+
+So a request that waits for a task never waits for a thread that is no more.  Several readers take
+rows from one box, so that one reads while another verifies.
+
+Of each row only the slabs that this rank saves are written; where that is none, the note is
+empty.  A row that cannot be saved gets a note that says so, and its part is discarded by the
+scheduler's process; nothing else comes of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
+from pdconn.integrity.zeros import fill_with_zeros
+from pdconn.planning.errors import PlanningError
 from pdconn.sidechannel.quiet_log import QuietLog
-from pdconn.store.commands import SaveFailed, SaveResult
-from pdconn.store.rank.staging import HostArea
+from pdconn.store.budget.locks import HeldWriter
+from pdconn.store.commands import (
+    Fetch,
+    LoadRows,
+    SaveFailed,
+    SaveResult,
+    SaveRow,
+    SaveRows,
+)
+from pdconn.store.errors import RowDamaged, RowMissing, StoreError
+from pdconn.store.format.row import RowKind, checksum, encode_note, failed_note, row_nbytes
+from pdconn.store.rank.copies import Copies, HostArea
+from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
 from pdconn.store.settings import REPEAT_S
+from pdconn.store.shelf.base import Shelf
 from pdconn.threads import Box
+from transport import Spans
+from transport.streams import StreamPoint
 
 log = logging.getLogger(__name__)
 
@@ -204,3 +230,323 @@ class TaskLoop(Generic[T]):
 
 def _nothing() -> None:
     """Frees nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeginFetch:
+    """Rows to read, once it is known where each lies in staging."""
+
+    fetch: Fetch
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadRow:
+    """A row to read: its place in its fetch, and where it lies in staging."""
+
+    of: BeginFetch
+    place: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadFetched:
+    """A load of a fetch, which writes to its blocks once the GPU has come to ``after``."""
+
+    fetch: Fetch
+    load: LoadRows
+    after: StreamPoint | None
+
+
+ReadTask = BeginFetch | ReadRow | LoadFetched
+
+
+def refused_read(task: ReadTask) -> Answer:
+    """The answer to a task that is not done."""
+    if isinstance(task, ReadRow):
+        return RowTried(task.of.fetch.number, task.place, Problem.MISSING)
+    if isinstance(task, BeginFetch):
+        return FetchRefused(task.fetch.number)
+    return LoadFailed(task.load.request)
+
+
+class RowReader:
+    """One thread's reads and loads.
+
+    Args:
+        inbox: where the rows of a fetch are put, before all that waits.
+        open_shelf: opens the thread's own shelf, at the first row and again where that failed.
+        copies: the thread's own, to KV memory.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedRank,
+        staging: HostArea,
+        inbox: Box[ReadTask],
+        reports: TaskReports,
+        *,
+        open_shelf: Callable[[], Shelf],
+        copies: Copies,
+    ) -> None:
+        self._opened, self._staging = opened, staging
+        self._inbox, self._reports = inbox, reports
+        self._open_shelf, self._copies = open_shelf, copies
+        self._footer = HostArea(opened.most_footer_nbytes)
+        self._shelf: Shelf | None = None
+
+    def close(self) -> None:
+        """Close the shelf."""
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
+
+    def work(self, task: ReadTask) -> None:
+        """Do one task and report it."""
+        if isinstance(task, ReadRow):
+            tried = RowTried(task.of.fetch.number, task.place, self._read(task))
+            self._reports.answer(tried, quietly=self._has_more(task.of))
+        elif isinstance(task, BeginFetch):
+            self._begin(task)
+        else:
+            if task.after is not None:
+                task.after.synchronize()
+            self._load(task)
+
+    def _has_more(self, fetch: BeginFetch) -> bool:
+        """Whether rows of the same fetch wait: the engine has no answer without them."""
+        try:
+            following = self._inbox.items[0]
+        except IndexError:
+            return False
+        return isinstance(following, ReadRow) and following.of is fetch
+
+    def _begin(self, begun: BeginFetch) -> None:
+        """Put the fetch's rows before other fetches; all are missing where there is no room."""
+        tasks: list[ReadTask] = []
+        for place, offset in enumerate(self._offsets(begun.fetch)[:-1]):
+            tasks.append(ReadRow(begun, place, offset))
+        if not tasks or not self._fits(begun.fetch):
+            self._reports.answer(FetchRefused(begun.fetch.number))
+        else:
+            self._inbox.put_first(tasks)
+
+    def _offsets(self, fetch: Fetch) -> list[int]:
+        """Where each row begins in staging, and where the last one ends."""
+        offsets = [fetch.offset]
+        for name in fetch.rows:
+            offsets.append(offsets[-1] + self._opened.kinds[name.kind].share.nbytes)
+        return offsets
+
+    def _fits(self, fetch: Fetch) -> bool:
+        nbytes = self._offsets(fetch)[-1] - fetch.offset
+        if self._staging.holds(fetch.offset, nbytes):
+            return True
+        self._reports.warn(
+            "a fetch is outside of the staging area: offset=%d nbytes=%d staging=%d",
+            fetch.offset,
+            nbytes,
+            self._staging.nbytes,
+        )
+        return False
+
+    def _read(self, task: ReadRow) -> Problem | None:
+        """Read and verify one row; why it is not there, or None."""
+        name = task.of.fetch.rows[task.place]
+        share = self._opened.kinds[name.kind].share
+        if not share.slabs:
+            return None
+        data = self._staging.view(task.offset, share.nbytes)
+        footer = self._footer.view(0, share.footer_nbytes)
+        try:
+            self._own_shelf().read(task.of.namespace, name, share.ranges(data, footer))
+            share.check(data, footer, task.of.namespace, name)
+        except RowMissing:
+            return Problem.MISSING
+        except RowDamaged as error:
+            self._reports.warn("a damaged row: row=%s: %s", name.file_name, error)
+            return Problem.DAMAGED
+        except StoreError as error:
+            self._reports.count(read_failures=1)
+            self._reports.warn("a row could not be read: row=%s: %s", name.file_name, error)
+            return Problem.MISSING
+        self._reports.count(rows_read=1, bytes_read=share.nbytes + share.footer_nbytes)
+        return None
+
+    def _load(self, task: LoadFetched) -> None:
+        load = task.load
+        try:
+            for spans in self._spans(task.fetch, load):
+                self._copies.copy_in(spans)
+            for gaps in self._opened.gaps(load.need):
+                fill_with_zeros(gaps)
+        except (StoreError, PlanningError, MemoryError, RuntimeError) as error:
+            # Torch says RuntimeError where a GPU has no memory: that is no error of ours, of which
+            # the third would switch the store off.
+            self._reports.warn("a load failed: request=%s: %s", load.request, error)
+            self._reports.answer(LoadFailed(load.request))
+            return
+        self._reports.count(loads=1)
+        self._reports.answer(Loaded(load.request))
+
+    def _spans(self, fetch: Fetch, load: LoadRows) -> Iterator[Spans]:
+        """What is to be copied, kind by kind: a kind without rows must need none."""
+        rows: dict[RowKind, list[tuple[int, int]]] = {kind: [] for kind in self._opened.kinds}
+        for name, offset in zip(fetch.rows, self._offsets(fetch), strict=False):
+            rows[name.kind].append((name.index, self._staging.address + offset))
+        for kind, of_kind in rows.items():
+            own = self._opened.kinds[kind]
+            if own.share.slabs:
+                yield from own.pairing.spans_to_load(load.need, of_kind)
+
+    def _own_shelf(self) -> Shelf:
+        if self._shelf is None:
+            self._shelf = self._open_shelf()
+        return self._shelf
+
+
+@dataclass(slots=True, eq=False)
+class SaveUnderWay:
+    """A save: ``noted`` rows have their note, ``is_read`` once the blocks may be freed.
+
+    It begins when the GPU has come to ``after``, the end of the pass that wrote the blocks.
+    """
+
+    save: SaveRows
+    after: StreamPoint | None
+    noted: int = 0
+    is_read: bool = False
+
+
+class RowWriter:
+    """One thread's saves.
+
+    Args:
+        open_shelf: opens the thread's own shelf, at the first row and again where that failed.
+        copies: the thread's own, from KV memory.
+        held: shows that a process of the writer lives; None where nothing asks for that.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedRank,
+        buffer: HostArea,
+        reports: TaskReports,
+        open_shelf: Callable[[], Shelf],
+        copies: Copies,
+        *,
+        held: HeldWriter | None,
+    ) -> None:
+        self._opened, self._buffer, self._reports = opened, buffer, reports
+        self._open_shelf, self._copies, self._held = open_shelf, copies, held
+        self._shelf: Shelf | None = None
+
+    def close(self) -> None:
+        """Close the shelf, and free what else the thread has."""
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
+        if self._held is not None:
+            self._held.close()
+        self._buffer.unpin()
+
+    def work(self, task: SaveUnderWay) -> None:
+        """Save all rows of a task, and report when its blocks have been read."""
+        if task.after is not None:
+            task.after.synchronize()
+        for place, row in enumerate(task.save.rows):
+            is_last = place + 1 == len(task.save.rows)
+            note = self._saved(task, row, is_last)
+            self._put_note(row, note)
+            task.noted = place + 1
+        answer_save(task, self._reports)
+
+    def _saved(self, task: SaveUnderWay, row: SaveRow, is_last: bool) -> bytes:
+        """Gather and write one row; its note."""
+        index = row.name.index
+        try:
+            share = self._opened.kinds[row.name.kind].share
+            slabs = share.written(index)
+            if slabs:
+                self._gather(task.save, row, share)
+            if is_last:
+                answer_save(task, self._reports)
+            sums = {
+                slab.number: checksum(self._buffer.view(slab.offset, slab.nbytes)) for slab in slabs
+            }
+            if self._held is not None:
+                self._held.renew()
+            self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
+            if slabs:
+                self._write(row, slabs)
+        except (StoreError, PlanningError) as error:
+            self._reports.warn("a row was not saved: row=%s: %s", row.name.file_name, error)
+            return self._failure(row, str(error))
+        return encode_note(sums)
+
+    def _gather(self, save: SaveRows, row: SaveRow, share: RowShare) -> None:
+        """Fill the buffer with our share of a row: KV, and zeros where there is none."""
+        pairing = self._opened.kinds[row.name.kind].pairing
+        parts = pairing.spans_to_save(row.name.index, save.blocks, self._buffer.address)
+        if sum(spans.total_bytes for spans in parts) < share.nbytes:
+            ctypes.memset(self._buffer.address, 0, share.nbytes)
+        for spans in parts:
+            self._copies.copy_out(spans)
+
+    def _write(self, row: SaveRow, slabs: tuple[OwnSlab, ...]) -> None:
+        ranges = [
+            (at, self._buffer.view(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
+        ]
+        self._own_shelf().write(self._opened.writer, row.part, ranges)
+        nbytes = sum(len(view) for _, view in ranges)
+        self._reports.count(rows_written=1, bytes_written=nbytes)
+
+    def _put_note(self, row: SaveRow, note: bytes) -> None:
+        try:
+            self._own_shelf().put_note(self._opened.writer, row.part, self._opened.rank, note)
+        except StoreError as error:
+            self._reports.count(write_failures=1)
+            self._reports.warn("a note was not left: row=%s: %s", row.name.file_name, error)
+            self._reports.answer(SaveFailed(row.part))
+
+    def _failure(self, row: SaveRow, why: str) -> bytes:
+        self._reports.count(write_failures=1)
+        return failed_note(why)
+
+    def _own_shelf(self) -> Shelf:
+        if self._shelf is None:
+            self._shelf = self._open_shelf()
+        return self._shelf
+
+
+def answer_save(task: SaveUnderWay, reports: TaskReports) -> None:
+    """Report that the blocks may be freed, once."""
+    if not task.is_read:
+        task.is_read = True
+        reports.answer(SaveResult(task.save.number))
+
+
+def refuse_save(
+    task: SaveUnderWay,
+    writer: str,
+    rank: int,
+    open_shelf: Callable[[], Shelf],
+    reports: TaskReports,
+) -> None:
+    """Answer a save that cannot go on, and note that its other rows were not written."""
+    answer_save(task, reports)
+    rows = task.save.rows[task.noted :]
+    reports.count(write_failures=len(rows))
+    try:
+        with open_shelf() as shelf:
+            for row in rows:
+                shelf.put_note(writer, row.part, rank, failed_note("the rank's store failed"))
+    except StoreError as error:
+        reports.warn("notes were not left: rows=%d: %s", len(rows), error)
+        for row in rows:
+            reports.answer(SaveFailed(row.part))
+
+
+def unsaved(task: SaveUnderWay) -> list[Answer]:
+    """The answers to a save that no thread has begun: nothing is written, so no note says why."""
+    return [SaveResult(task.save.number), *(SaveFailed(row.part) for row in task.save.rows)]

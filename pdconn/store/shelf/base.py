@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 
 Buffer = memoryview
 """Host memory of bytes (format ``B``), one-dimensional; writable where it is read into."""

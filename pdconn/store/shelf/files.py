@@ -2,11 +2,15 @@
 
 ::
 
-    commit   link, unlink                  a link exists already or not: the first one wins
-    read     open, fstat, preadv, close    of one inode: a row that is removed stays readable
+    begin       create, fallocate           no space is an error here and not while writing
+    write       open, pwritev, close        by any process
+    put_note    write aside, rename         so that a note is whole or not there
+    commit      link, unlink                a link exists already or not: the first one wins
+    read        open, fstat, preadv, close  of one inode: a row that is removed stays readable
 
-A row's size is its file's, and when it was used last is the file's time of modification.  Bytes
-are not forced to the device: a row that a power failure cut is told by its checksums.
+Parts and their notes are files of one writer's folder.  A row's size is its file's, and when it
+was used last is the file's time of modification.  Bytes are not forced to the device: a row that
+a power failure cut is told by its checksums.
 
 The file system must have hard links (ext4, XFS, tmpfs, NFS and Lustre have them).
 """
@@ -14,30 +18,270 @@ The file system must have hard links (ext4, XFS, tmpfs, NFS and Lustre have them
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
 from pdconn.store.errors import RowMissing, ShelfFailure
-from pdconn.store.format.names import RowKind, RowName
-from pdconn.store.shelf.base import Buffer, StoredRow
-from pdconn.store.shelf.file_parts import ATTEMPTS, FileParts
+from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
 from pdconn.store.shelf.folders import (
     ABSENT,
+    Folders,
     failure,
     is_namespace,
+    is_writer,
     listed,
+    note_of,
     open_regular,
+    open_root,
+    read_whole,
     regular,
     subfolders,
+    unlink_quietly,
+    write_whole,
 )
-from pdconn.store.shelf.transfer import recent_rows
+from pdconn.store.shelf.transfer import FileTransfer, recent_rows
 
 log = logging.getLogger(__name__)
+
+_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+"""What file systems answer that have no ``fallocate``: NFS before 4.2, ramfs, some FUSE."""
+
+ATTEMPTS = 4
+"""A folder may be removed between making and using it, by a process that tidies up."""
+
+
+class FileParts:
+    """The half of :class:`pdconn.store.shelf.files.FilesShelf` that writers use."""
+
+    def __init__(
+        self, root: str | os.PathLike[str], direct_io: bool | Literal["auto"] = "auto"
+    ) -> None:
+        self._root = root
+        self._folders = Folders(root, self._open_root)
+        self._transfer = FileTransfer(direct_io)
+
+    def _open_root(self) -> None:
+        """Make the root, or see that it is ours; again whenever folders of it were gone."""
+        open_root(self._root)
+
+    def begin(self, writer: str, part: str, nbytes: int) -> None:
+        """Make a part with room for ``nbytes``, unless it is there.
+
+        Ranks may ask at the same time: each makes sure of the room itself, which is no work for
+        all but the first.
+
+        Raises:
+            ShelfFailure: no space; a part that this call made is not left behind.
+        """
+        path = self._folders.part(writer, part)
+        folder = self._folders.writer_folder(writer)
+        try:
+            if not self._folders.is_folder(folder):
+                self._folders.make(folder)
+            for _ in range(ATTEMPTS):
+                made = self._made_or_opened(path)
+                if made is not None:
+                    fd, is_new = made
+                    self._make_room(fd, path, nbytes, is_new=is_new)
+                    return
+                self._folders.make(folder)
+        except OSError as error:
+            raise failure("make", path, error) from error
+        raise ShelfFailure(f"cannot make {path}: its folder is removed again and again")
+
+    def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Write each buffer at its offset, any number of processes at a time.
+
+        Raises:
+            ShelfFailure: no such part, no room in it, or a device error.
+        """
+        path = self._folders.part(writer, part)
+        try:
+            opened = self._opened_part(writer, path)
+            if opened is None:
+                raise ShelfFailure(f"{path}: no such part")
+            fd, nbytes = opened
+            try:
+                for offset, buffer in ranges:
+                    if offset + len(buffer) > nbytes:
+                        raise ShelfFailure(
+                            f"{path}: expected ranges within {nbytes} bytes, got "
+                            f"{offset} + {len(buffer)}"
+                        )
+                self._transfer.write(fd, ranges)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise failure("write", path, error) from error
+
+    def put_note(self, writer: str, part: str, rank: int, note: bytes) -> None:
+        """Leave the note of ``rank`` beside the part, whole or not at all.
+
+        Raises:
+            ShelfFailure: no such part, or it cannot be left.
+        """
+        path = self._folders.part(writer, part)
+        aside = f"{path}.note{rank}.new"
+        try:
+            if not self._folders.is_folder(os.path.dirname(path)) or regular(path) is None:
+                raise ShelfFailure(f"{path}: no such part")
+            write_whole(aside, note)
+            try:
+                os.rename(aside, f"{path}.note{rank}")
+            except OSError:
+                unlink_quietly(aside)
+                raise
+        except OSError as error:
+            raise failure("note", path, error) from error
+
+    def notes(self, writer: str, part: str) -> Mapping[int, bytes]:
+        """Notes by rank, as far as they are there.
+
+        Raises:
+            ShelfFailure: they cannot be read.
+        """
+        path = self._folders.part(writer, part)
+        found: dict[int, bytes] = {}
+        try:
+            for entry in self._files_of(writer, part):
+                of = note_of(entry.name)
+                if of is None or not of[2]:
+                    continue
+                note = read_whole(entry.path)
+                if note is not None:
+                    found[of[1]] = note
+        except OSError as error:
+            raise failure("read notes of", path, error) from error
+        return found
+
+    def discard(self, writer: str, part: str) -> None:
+        """Remove a part and its notes, also where they are gone.
+
+        Raises:
+            ShelfFailure: they cannot be removed.
+        """
+        path = self._folders.part(writer, part)
+        try:
+            self._clear(writer, part)
+            with contextlib.suppress(OSError):
+                os.rmdir(self._folders.writer_folder(writer))  # as soon as it is empty
+        except OSError as error:
+            raise failure("discard", path, error) from error
+
+    def parts(self) -> Iterator[StoredPart]:
+        """Every part, of all writers; one of which notes alone are left has 0 bytes.
+
+        Raises:
+            ShelfFailure: a folder cannot be listed.
+        """
+        top = self._folders.parts
+        try:
+            if not self._folders.is_folder(top):
+                return
+            for writer in filter(is_writer, subfolders(top)):
+                found: dict[str, int] = {}
+                for entry in listed(f"{top}/{writer}"):
+                    of = note_of(entry.name)
+                    part = entry.name if of is None else of[0]
+                    if not is_writer(part) or not entry.is_file(follow_symlinks=False):
+                        continue
+                    if of is not None:
+                        found.setdefault(part, 0)
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        found[part] = entry.stat(follow_symlinks=False).st_size
+                yield from (StoredPart(writer, name, nbytes) for name, nbytes in found.items())
+        except OSError as error:
+            raise failure("list", top, error) from error
+
+    def _opened_part(self, writer: str, path: str) -> tuple[int, int] | None:
+        if not self._folders.is_folder(self._folders.writer_folder(writer)):
+            return None
+        return open_regular(path, os.O_WRONLY)
+
+    def _files_of(self, writer: str, part: str) -> list[os.DirEntry[str]]:
+        """The part and its notes, whole ones and others."""
+        folder = self._folders.writer_folder(writer)
+        if not self._folders.is_folder(folder):
+            return []
+        return [
+            entry
+            for entry in listed(folder)
+            if entry.name.startswith(part)
+            and (entry.name == part or (note_of(entry.name) or ("",))[0] == part)
+            and entry.is_file(follow_symlinks=False)
+        ]
+
+    def _clear(self, writer: str, part: str) -> None:
+        for entry in self._files_of(writer, part):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
+
+    def _made_or_opened(self, path: str) -> tuple[int, bool] | None:
+        """A descriptor of a part, and whether this call made it; None without its folder."""
+        try:
+            made = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:  # another rank was first
+            opened = open_regular(path, os.O_RDWR)
+            return None if opened is None else (opened[0], False)
+        return None if made is None else (made[0], True)
+
+    def _make_room(self, fd: int, path: str, nbytes: int, *, is_new: bool) -> None:
+        """Reserve a part's bytes and close it; a new one is removed again where that fails.
+
+        One that another rank made stays: that rank may be writing to it.
+        """
+        try:
+            try:
+                self._reserve(fd, nbytes)
+            finally:
+                os.close(fd)
+        except BaseException:
+            if is_new:
+                unlink_quietly(path)
+            raise
+
+    def _reserve(self, fd: int, nbytes: int) -> None:
+        if not nbytes:
+            return
+        try:
+            fallocate(fd, nbytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+            os.ftruncate(fd, nbytes)
+
+
+def fallocate(fd: int, nbytes: int) -> None:
+    """Reserve the first ``nbytes`` of a file, which is as long afterwards: ``fallocate(2)`` itself.
+
+    ``os.posix_fallocate`` is not the same where the file system lacks the call (NFS before 4.2,
+    ramfs): glibc then writes a zero into each block that reads as zero.  It fails with EBADF on a
+    descriptor that cannot read, and undoes what another process writes between its read and write.
+
+    Raises:
+        OSError: no space, or the file system cannot reserve (EOPNOTSUPP).
+    """
+    call, offset = _fallocate(), 0
+    if call(fd, 0, offset, nbytes):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@functools.cache
+def _fallocate() -> ctypes._NamedFuncPointer:
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    call.restype = ctypes.c_int
+    return call
 
 
 class FilesShelf(FileParts):

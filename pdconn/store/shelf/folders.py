@@ -25,7 +25,7 @@ import stat
 from collections.abc import Callable
 
 from pdconn.store.errors import FormatError, ShelfFailure
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName, StoreLayout
 
 ROOT_VERSION = 1
 """Of the folders above; the rows have a version of their own."""
@@ -392,3 +392,26 @@ def _check_owner(path: str, found: os.stat_result) -> None:
             "a folder that only its owner can write (chmod go-w, or a folder of its own below)"
         )
         raise FormatError(f"store.root: {path}", expected, f"mode {mode:04o}")
+
+
+def keep_layout(root: str | os.PathLike[str], namespace: str, layout: StoreLayout) -> None:
+    """Keep the layout of a namespace's rows beside them, unless it is there.
+
+    Raises:
+        ShelfFailure: it cannot be written.
+    """
+    if not root:
+        return
+    path = os.path.join(root, "rows", namespace, LAYOUT_FILE)
+    try:
+        if not os.path.exists(path):
+            make_private(os.path.dirname(path))
+            aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
+            write_whole(aside, layout.encoded())
+            try:
+                os.rename(aside, path)
+            except OSError:
+                unlink_quietly(aside)
+                raise
+    except OSError as error:
+        raise failure("describe", path, error) from error

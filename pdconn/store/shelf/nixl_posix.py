@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdconn.store.errors import RowDamaged, ShelfFailure, StoreError
-from pdconn.store.shelf.aligned import address_of
 from pdconn.store.shelf.base import Buffer
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.transfer import FileTransfer
+from pdconn.store.shelf.transfer import FileTransfer, address_of
 from transport.errors import TransportError, TransportUnavailable
 from transport.nixl.files import NixlFiles
 

@@ -1,24 +1,101 @@
-"""The shelf that the settings name, and what lies beside its rows."""
+"""The shelf that the settings name, and what the root says of it.
+
+``ROOT/shelf.json`` is there for a root whose rows are in a bucket, and has no credentials.  A root
+without the file is one of files.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 
-from pdconn.store.errors import StoreSettingError
-from pdconn.store.format.layout import StoreLayout
+import msgspec
+
+from pdconn.store.errors import FormatError, StoreSettingError
 from pdconn.store.settings import SHELVES, StoreSettings
 from pdconn.store.shelf.base import Shelf
-from pdconn.store.shelf.described import check_files, keep_place
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.folders import (
-    LAYOUT_FILE,
-    failure,
-    make_private,
-    unlink_quietly,
-    write_whole,
-)
+from pdconn.store.shelf.folders import failure, read_whole, unlink_quietly, write_whole
 from pdconn.store.shelf.obj.bucket import BucketPlace
+
+SHELF_FILE = "shelf.json"
+
+
+class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    shelf: str
+    bucket: str
+    endpoint: str | None = None
+    region: str | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Described)
+
+
+def place_of(root: str | os.PathLike[str]) -> BucketPlace | None:
+    """The bucket of a root's rows; None for a root of files, or one that is not there.
+
+    Raises:
+        FormatError: a file that is not ours.
+        ShelfFailure: it cannot be read.
+    """
+    path = os.path.join(os.path.abspath(root), SHELF_FILE)
+    try:
+        data = read_whole(path)
+    except OSError as error:
+        raise failure("read", path, error) from error
+    if data is None:
+        return None
+    try:
+        found = _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FormatError(path, "what an engine wrote", data[:80]) from error
+    if found.shelf != "obj":
+        raise FormatError(path, "a shelf 'obj'", found.shelf)
+    return BucketPlace.of(found.bucket, found.endpoint, found.region)
+
+
+def check_files(root: str | os.PathLike[str]) -> None:
+    """See that a root is one of files.
+
+    Raises:
+        FormatError: its rows are in a bucket.
+    """
+    place = place_of(root)
+    if place is not None:
+        raise FormatError(
+            "store.shelf", f"'obj' (or another root): the rows of {root} are in {place}", "files"
+        )
+
+
+def keep_place(root: str | os.PathLike[str], place: BucketPlace) -> None:
+    """See that a root is one of this bucket, or make a new one so.
+
+    Raises:
+        FormatError: it has rows as files, or rows of another bucket.
+        ShelfFailure: it cannot be read or written.
+    """
+    folder = os.path.abspath(root)
+    path = os.path.join(folder, SHELF_FILE)
+    there = place_of(folder)
+    if there == place:
+        return
+    if there is None and os.path.exists(os.path.join(folder, "rows")):
+        raise FormatError("store.shelf", f"'files' (or another root): {root} has files", "obj")
+    if there is not None and (there.bucket, there.prefix) != (place.bucket, place.prefix):
+        raise FormatError("store.bucket", f"{there}, as {root} has it (or another root)", place)
+    name = f"{place.bucket}/{place.prefix}".rstrip("/")
+    aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        described = _Described("obj", name, place.endpoint, place.region)
+        write_whole(aside, msgspec.json.encode(described) + b"\n")
+        try:
+            os.replace(aside, path)
+        except OSError:
+            unlink_quietly(aside)
+            raise
+    except OSError as error:
+        raise failure("describe", path, error) from error
 
 
 def open_shelf(settings: StoreSettings) -> Shelf:
@@ -42,26 +119,3 @@ def open_shelf(settings: StoreSettings) -> Shelf:
 
         return NixlPosixShelf(settings.root)
     return FilesShelf(settings.root, settings.direct_io)
-
-
-def keep_layout(settings: StoreSettings, namespace: str, layout: StoreLayout) -> None:
-    """Keep the layout of a namespace's rows beside them, unless it is there.
-
-    Raises:
-        ShelfFailure: it cannot be written.
-    """
-    if not settings.root:
-        return
-    path = os.path.join(settings.root, "rows", namespace, LAYOUT_FILE)
-    try:
-        if not os.path.exists(path):
-            make_private(os.path.dirname(path))
-            aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
-            write_whole(aside, layout.encoded())
-            try:
-                os.rename(aside, path)
-            except OSError:
-                unlink_quietly(aside)
-                raise
-    except OSError as error:
-        raise failure("describe", path, error) from error

@@ -38,8 +38,7 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from pdconn.store.format.layout import Section, StoreLayout
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName, Section, StoreLayout
 from registration.references import AttentionKind
 
 MAX_ROWS = 65_536

@@ -25,7 +25,7 @@ from pdconn.store.commands import StoreCommand, StoreResult
 from pdconn.store.engine.build import build_scheduler
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
-from pdconn.store.format.layout import StoreLayout, store_layout
+from pdconn.store.format.row import StoreLayout, store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.partial import PartialBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
@@ -36,8 +36,7 @@ from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
 from pdconn.vllm.patches.pool.state_blocks import end_pass_at
 from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 from pdconn.vllm.store.events import StoreEvents, event_groups
-from pdconn.vllm.store.extras import extras_of, has_keys
-from pdconn.vllm.store.identity import namespace_of, salted
+from pdconn.vllm.store.keys import extras_of, has_keys, namespace_of, salted
 from pdconn.vllm.store.states import StateGroups
 from registration.references import KVCacheReferences
 from transport.errors import shown

@@ -155,7 +155,7 @@ def versions() -> str:
     from pdconn.protocol.auth import VERSION
     from pdconn.protocol.messages import PROTOCOL_VERSION
     from pdconn.protocol.ticket import TICKET_VERSION
-    from pdconn.store.format.footer import FORMAT_VERSION
+    from pdconn.store.format.row import FORMAT_VERSION
     from pdconn.store.shelf.folders import ROOT_VERSION
     from transport.ucx.frames import PROTOCOL
 
@@ -168,7 +168,7 @@ def versions() -> str:
         ),
         ("ticket", TICKET_VERSION, "`TICKET_VERSION` in `pdconn/protocol/ticket.py`"),
         ("reads with `transport: ucx`", PROTOCOL, "`PROTOCOL` in `transport/ucx/frames.py`"),
-        ("rows of a store", FORMAT_VERSION, "`FORMAT_VERSION` in `pdconn/store/format/footer.py`"),
+        ("rows of a store", FORMAT_VERSION, "`FORMAT_VERSION` in `pdconn/store/format/row.py`"),
         ("root of a store", ROOT_VERSION, "`ROOT_VERSION` in `pdconn/store/shelf/folders.py`"),
     )
     named = ((what, f"`{number}`", where) for what, number, where in rows)

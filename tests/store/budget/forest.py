@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pdconn.store.format.names import NO_KEY, RowKind, RowName
+from pdconn.store.format.row import NO_KEY, RowKind, RowName
 
 NAMESPACES = ("ns-1", "ns-2")
 

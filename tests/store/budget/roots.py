@@ -22,13 +22,11 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.budget import accounts
-from pdconn.store.budget.accounts import Accounts
-from pdconn.store.budget.records import read_account, read_count
-from pdconn.store.engine import budgeting
-from pdconn.store.engine.budgeting import RootBudget
+from pdconn.store.budget import accounts, root_budget
+from pdconn.store.budget.accounts import Accounts, read_account, read_count
+from pdconn.store.budget.root_budget import RootBudget
 from pdconn.store.errors import ShelfFailure, StoreError
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import StoredPart, StoredRow
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.forest import NAMESPACES, needs, row_of
@@ -315,7 +313,7 @@ def simulate(path: Path, seed: int, patch: pytest.MonkeyPatch, num_actions: int 
     try:
         for name in ("write_count", "write_account", "news_line"):
             patch.setattr(accounts, name, root.step.before(getattr(accounts, name)))
-        patch.setattr(budgeting, "Accounts", partial(Accounts, wait_s=0.0))
+        patch.setattr(root_budget, "Accounts", partial(Accounts, wait_s=0.0))
         root.run(num_actions)
     finally:
         root.close()

@@ -13,10 +13,16 @@ import pytest
 
 from pdconn.store.budget import accounts as module
 from pdconn.store.budget import locks
-from pdconn.store.budget.accounts import Accounts, HeldWriter, Usage, recorded_usage
-from pdconn.store.budget.records import news_line, parse_news
+from pdconn.store.budget.accounts import (
+    Accounts,
+    HeldWriter,
+    Usage,
+    news_line,
+    parse_news,
+    recorded_usage,
+)
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.row import RowKind
 from pdconn.store.shelf.base import StoredPart, StoredRow
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import SIZES, stored

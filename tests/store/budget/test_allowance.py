@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.budget.allowance import Allowance
+from pdconn.store.budget.root_budget import Allowance
 from pdconn.store.errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 

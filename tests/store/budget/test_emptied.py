@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.budget import locks
-from pdconn.store.budget.accounts import Accounts, HeldWriter
-from pdconn.store.budget.allowance import Allowance
-from pdconn.store.budget.evictions import Evictor
-from pdconn.store.budget.records import read_account
+from pdconn.store.budget.accounts import Accounts, HeldWriter, read_account
+from pdconn.store.budget.root_budget import Allowance, Evictor
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.base import StoredPart
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdconn.store.budget.records import recorded_usage
+from pdconn.store.budget.accounts import recorded_usage
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.joined.rig import FakeEngine

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.budget.evictions import LISTING_S, Evictor
+from pdconn.store.budget.root_budget import LISTING_S, Evictor
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import StoredPart, StoredRow
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.forest import row_of

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.store.budget.row_tree import Place, RowTree, _Order
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import StoredRow
 from tests.store.budget.forest import NAMESPACES, needs, row_of
 

@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.budget import accounts, records
-from pdconn.store.budget.accounts import Accounts
-from pdconn.store.budget.records import RowCount, Usage, WriterAccount
+from pdconn.store.budget import accounts
+from pdconn.store.budget.accounts import (
+    Accounts,
+    RowCount,
+    Usage,
+    WriterAccount,
+    read_count,
+    sum_usage,
+    write_count,
+)
 from pdconn.store.budget.row_tree import RowTree
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.threads import AmountBox
 from tests.store.budget.roots import SimulatedEngine, Wrong, simulate
@@ -51,9 +58,9 @@ def never_counted(patch: Patch) -> None:
 def count_down_before_removal(patch: Patch) -> None:
     def remove(self: Accounts, shelf: Shelf, namespace: str, name: RowName) -> int:
         nbytes = next((r.nbytes for r in shelf.rows() if r.name == name), 0)
-        count = records.read_count(self._folder)
+        count = read_count(self._folder)
         if count is not None:
-            records.write_count(self._folder, count.plus(-nbytes, name.kind))
+            write_count(self._folder, count.plus(-nbytes, name.kind))
         return shelf.remove(namespace, name)
 
     patch.setattr(Accounts, "_remove", remove)
@@ -87,19 +94,19 @@ def own_capacity_alone(patch: Patch) -> None:
     def wrong(count: RowCount | None, found: Iterable[WriterAccount]) -> Usage:
         accounts = list(found)
         own = accounts[-1].capacity
-        usage = records.sum_usage(count, accounts)
+        usage = sum_usage(count, accounts)
         return replace(usage, capacity=own, committed=own if count is None else count.committed)
 
     patch.setattr(accounts, "sum_usage", wrong)
 
 
 def own_reserve_alone(patch: Patch) -> None:
-    right = records.sum_usage
+    right = sum_usage
     patch.setattr(accounts, "sum_usage", lambda count, found: right(count, list(found)[-1:]))
 
 
 def unread_count_is_nothing(patch: Patch) -> None:
-    right = records.read_count
+    right = read_count
     patch.setattr(accounts, "read_count", lambda folder: right(folder) or RowCount(0, 0))
 
 

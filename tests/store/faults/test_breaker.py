@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdconn.lifecycle.load import FETCH_S, LOOKUP_S
-from pdconn.store.breaker import Breaker
-from pdconn.store.engine.loads import LoadPatience
+from pdconn.store.breaker import Breaker, LoadPatience
 
 
 def test_a_breaker_opens_at_a_failure_and_closes_at_a_success() -> None:

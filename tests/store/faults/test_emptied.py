@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.budget import locks
-from pdconn.store.budget.accounts import Accounts
-from pdconn.store.budget.records import recorded_usage
-from pdconn.store.engine import budgeting, commits, keeper
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.budget import locks, root_budget
+from pdconn.store.budget.accounts import Accounts, recorded_usage
+from pdconn.store.engine import keeper
+from pdconn.store.format.prompt import Chain
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
@@ -74,10 +74,10 @@ LOSSES = [
 @pytest.fixture(autouse=True)
 def _is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is looked at every few seconds is looked at in each step."""
-    monkeypatch.setattr(budgeting, "_LOOK_S", 0.0)
-    monkeypatch.setattr(budgeting, "_SOON_S", 0.3)
+    monkeypatch.setattr(root_budget, "_LOOK_S", 0.0)
+    monkeypatch.setattr(root_budget, "_RECOUNT_SOON_S", 0.3)
     monkeypatch.setattr(keeper, "_FAULT_S", 0.05)
-    monkeypatch.setattr(commits, "NOTES_S", 1.0)
+    monkeypatch.setattr(keeper, "NOTES_S", 1.0)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pdconn.lifecycle.load import FETCH_S, LOOKUP_S
-from pdconn.store.engine.loads import LoadPatience
-from pdconn.store.format.names import RowName
+from pdconn.store.breaker import LoadPatience
+from pdconn.store.format.row import RowName
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, prompt

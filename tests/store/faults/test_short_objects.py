@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 from pdconn.store.rank.shares import RowShare
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape

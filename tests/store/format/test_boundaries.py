@@ -9,16 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from pdconn.store.format import boundaries as boundaries_module
-from pdconn.store.format.boundaries import (
-    Spacing,
-    can_resume,
-    find_boundary,
-    pieces,
-    rows_needed,
-)
-from pdconn.store.format.layout import Layer, RowLayout, Section, StoreLayout
-from pdconn.store.format.names import RowKind
+from pdconn.store.format import prompt as prompt_module
+from pdconn.store.format.prompt import Spacing, can_resume, find_boundary, pieces, rows_needed
+from pdconn.store.format.row import Layer, RowKind, RowLayout, Section, StoreLayout
 from registration.references import AttentionKind
 from tests.property.scale import drawn
 
@@ -150,7 +143,7 @@ def _one_more(layout: RowLayout | None, boundary: int) -> range:
 def test_other_pieces_are_noticed(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., range]
 ) -> None:
-    monkeypatch.setattr(boundaries_module, "pieces", wrong)
+    monkeypatch.setattr(prompt_module, "pieces", wrong)
     find(
         worlds,
         lambda world: world.found() != world.largest(),

@@ -8,10 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.store.errors import RowDamaged
-from pdconn.store.format import footer as footer_module
-from pdconn.store.format.footer import (
+from pdconn.store.format import row as row_module
+from pdconn.store.format.row import (
+    ALIGNMENT,
+    KEY_NBYTES,
     TAIL_NBYTES,
     Footer,
+    RowKind,
+    RowName,
     decode_footer,
     decode_note,
     encode_footer,
@@ -21,8 +25,6 @@ from pdconn.store.format.footer import (
     joined,
     num_slabs_of,
 )
-from pdconn.store.format.layout import ALIGNMENT
-from pdconn.store.format.names import KEY_NBYTES, RowKind, RowName
 
 U64_MAX = 2**64 - 1
 keys = st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES)
@@ -88,7 +90,7 @@ def test_every_flip_is_seen(mask: int) -> None:
 
 
 def test_flips_would_pass_without_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footer_module, "checksum", lambda data: 0)
+    monkeypatch.setattr(row_module, "checksum", lambda data: 0)
     assert undetected(encode_footer(ONE), 1)
 
 
@@ -108,7 +110,7 @@ def test_zeros_are_no_footer() -> None:
 
 
 def test_a_footer_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footer_module, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(row_module, "FORMAT_VERSION", 2)
     data = encode_footer(ONE)
     monkeypatch.undo()
     with pytest.raises(RowDamaged, match="expected version 1, got 2"):

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from pdconn.store.errors import FormatError
-from pdconn.store.format.layout import (
+from pdconn.store.format.row import (
     ALIGNMENT,
+    RowKind,
     RowLayout,
     StoreLayout,
     aligned,
     share_layout,
     store_layout,
 )
-from pdconn.store.format.names import RowKind
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.store.errors import FormatError
-from pdconn.store.format import names as names_module
-from pdconn.store.format.names import KEY_NBYTES, NO_KEY, Chain, RowKind, RowName
+from pdconn.store.format import prompt as prompt_module
+from pdconn.store.format.prompt import Chain
+from pdconn.store.format.row import KEY_NBYTES, NO_KEY, RowKind, RowName
 
 SIZE = 4
 tokens_of = st.lists(st.integers(0, 2**32 - 1), max_size=5 * SIZE + 1)
@@ -61,7 +62,7 @@ def test_a_changed_token_changes_every_key_from_its_block_on(
 
 def test_long_prompts_are_hashed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, extras = list(range(11 * SIZE)), [bytes([n]) for n in range(11)]
-    monkeypatch.setattr(names_module, "_AT_ONCE", 3 * SIZE + 1)
+    monkeypatch.setattr(prompt_module, "_AT_ONCE", 3 * SIZE + 1)
     assert list(Chain(SIZE).extended(tokens, extras=extras).keys) == plain_keys(tokens, extras)
 
 

@@ -20,7 +20,7 @@ from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import StoreCommand
 from pdconn.store.engine.build import build_scheduler, groups_of
 from pdconn.store.engine.keeper import Budget
-from pdconn.store.format.layout import StoreLayout, store_layout
+from pdconn.store.format.row import StoreLayout, store_layout
 from pdconn.store.rank.store import RankStore
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf

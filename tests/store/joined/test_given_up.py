@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pdconn.store.commands import SaveRow
-from pdconn.store.engine import commits
-from pdconn.store.engine.catalogue import Catalogue
-from pdconn.store.engine.commits import NOTES_S, Committer, SaveBatch
-from pdconn.store.format.footer import checksum, encode_note, row_nbytes
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.engine import keeper
+from pdconn.store.engine.keeper import NOTES_S, Committer, SaveBatch
+from pdconn.store.engine.lookups import Catalogue
+from pdconn.store.format.row import RowKind, RowName, checksum, encode_note, row_nbytes
 from pdconn.store.shelf.base import Shelf, StoredPart
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.tools.cli.stored_rows import LAYOUT, prompt
@@ -91,7 +90,7 @@ def test_a_part_that_a_late_rank_makes_anew_is_discarded(
 ) -> None:
     """Its bytes are nobody's: they were given back when the row was given up."""
     if not again:
-        monkeypatch.setattr(commits, "_AGAIN_S", float("inf"))
+        monkeypatch.setattr(keeper, "_AGAIN_S", float("inf"))
     saving = Saving()
     saving.step(0.0)
     assert saving.step(NOTES_S + 1.0) == []

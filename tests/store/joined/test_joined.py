@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.row import RowKind
 from pdconn.store.settings import StoreSettings
 from registration.references import AttentionKind
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf

@@ -11,18 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.engine.catalogue import Catalogue
-from pdconn.store.engine.commits import Committer
-from pdconn.store.engine.keeper import (
-    MAX_WAITING,
-    Keeper,
-    KeeperCommand,
-    KeeperLoop,
-    KeeperReport,
-)
-from pdconn.store.engine.lookups import ShareSizes
+from pdconn.store.engine.keeper import Committer, KeeperCommand, KeeperLoop, KeeperReport
+from pdconn.store.engine.lookups import Catalogue, ShareSizes
+from pdconn.store.engine.saves import MAX_WAITING, Keeper
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.threads import Box, ThreadDied, Worker

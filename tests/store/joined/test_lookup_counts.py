@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Buffer
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape

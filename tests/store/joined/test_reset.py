@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from pdconn.store.commands import SaveRow
-from pdconn.store.engine.catalogue import Catalogue
-from pdconn.store.engine.commits import Committer, SaveBatch
-from pdconn.store.format.footer import checksum, encode_note, row_nbytes
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.engine.keeper import Committer, SaveBatch
+from pdconn.store.engine.lookups import Catalogue
+from pdconn.store.format.row import RowKind, RowName, checksum, encode_note, row_nbytes
 from pdconn.store.shelf.base import Shelf, StoredPart
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.tools.cli.stored_rows import LAYOUT, prompt

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.budget.evictions import Evictor
-from pdconn.store.format.footer import row_nbytes
+from pdconn.store.budget.root_budget import Evictor
+from pdconn.store.format.row import row_nbytes
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.threads import AmountBox

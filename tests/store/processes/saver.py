@@ -11,9 +11,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from pdconn.store.engine.budgeting import RootBudget
+from pdconn.store.budget.root_budget import RootBudget
 from pdconn.store.errors import StoreError
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import StoredPart
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.budget.forest import row_of

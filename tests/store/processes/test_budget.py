@@ -22,7 +22,7 @@ from typing import IO
 import pytest
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.row import RowKind
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.processes.saver import PAGE
 
@@ -183,7 +183,7 @@ AmountBox.take_amount = lambda self, amount: True
 Accounts._check_covered = lambda self, row: None
 """
 COUNTS_NOTHING = """
-from pdconn.store.budget.records import RowCount
+from pdconn.store.budget.accounts import RowCount
 RowCount.plus = lambda self, nbytes, kind: self
 """
 

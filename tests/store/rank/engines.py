@@ -26,9 +26,8 @@ from pdconn.store.commands import (
     StoreCommand,
     StoreResult,
 )
-from pdconn.store.format.boundaries import rows_needed
-from pdconn.store.format.layout import StoreLayout, store_layout
-from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.format.prompt import Chain, rows_needed
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, store_layout
 from pdconn.store.rank.store import RankStore
 from pdconn.store.settings import StoreSettings
 from registration.references import AttentionKind

@@ -10,8 +10,7 @@ from typing import Self
 
 from pdconn.store.commands import OpenStore, SaveRow
 from pdconn.store.errors import RowDamaged, RowMissing
-from pdconn.store.format.footer import Footer, decode_note, encode_footer, joined
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import Footer, RowName, decode_note, encode_footer, joined
 
 Hook = Callable[..., None]
 

@@ -11,8 +11,7 @@ import pytest
 
 from pdconn.store.commands import DropFetch, FailLoad, Fetch, FetchResult, LoadRows
 from pdconn.store.errors import RowMissing, ShelfFailure
-from pdconn.store.format.footer import decode_footer, encode_footer
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName, decode_footer, encode_footer
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
 from tests.store.rank.engines import (

@@ -8,9 +8,9 @@ import itertools
 import numpy as np
 import pytest
 
-from pdconn.store.format.layout import store_layout
+from pdconn.store.format.row import store_layout
+from pdconn.store.rank.copies import HostArea
 from pdconn.store.rank.shares import OwnSlab, RowShare, joined_runs
-from pdconn.store.rank.staging import HostArea
 from tests.store.rank.engines import TOKENS, Shape, StoredEngine, fa, wa
 from tests.store.rank.shelves import Rows, ok
 

@@ -10,7 +10,7 @@ import pytest
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.errors import RowDamaged, ShelfFailure
-from pdconn.store.format.footer import decode_note
+from pdconn.store.format.row import decode_note
 from pdconn.store.rank.store import WRITER
 from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine, fa, wa
 from tests.store.rank.shelves import Rows, ok

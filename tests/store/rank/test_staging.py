@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pdconn.store.commands import SaveResult
-from pdconn.store.rank import staging
-from pdconn.store.rank.staging import HostArea
+from pdconn.store.rank import copies
+from pdconn.store.rank.copies import HostArea
 from pdconn.store.rank.tasks import SwitchedOff, TaskLoop, TaskReport, TaskReports
 from pdconn.threads import Box, Worker
 
@@ -59,7 +59,7 @@ class CudaRuntime:
 
 def test_pinned_memory_is_unpinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = CudaRuntime()
-    monkeypatch.setattr(staging, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(copies, "_cuda_runtime", lambda: runtime)
     area = HostArea(8192)
     assert area.pin()
     assert runtime.registered == [area.address]
@@ -75,7 +75,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
         raise RuntimeError("no GPU")
 
     for runtime in (lambda: CudaRuntime(code=2), fail):
-        monkeypatch.setattr(staging, "_cuda_runtime", runtime)
+        monkeypatch.setattr(copies, "_cuda_runtime", runtime)
         area = HostArea(8192)
         assert not area.pin()
         area.unpin()

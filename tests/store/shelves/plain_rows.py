@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Shelf
 
 OpenShelf = Callable[[], Shelf]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pdconn.store.errors import RowDamaged
-from pdconn.store.format.footer import (
+from pdconn.store.format.row import (
     Footer,
+    RowName,
     checksum,
     decode_footer,
     decode_note,
@@ -15,7 +16,6 @@ from pdconn.store.format.footer import (
     footer_nbytes,
     joined,
 )
-from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Shelf
 from tests.store.shelves.plain_rows import PAGE, pages, payload
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.shelf import file_parts, files, folders, transfer
+from pdconn.store.shelf import files, folders, transfer
 
 _CALLS = (
     "open close fstat lstat read write preadv pwritev ftruncate link unlink"
@@ -62,11 +62,11 @@ class System:
 
     def install(self, patch: pytest.MonkeyPatch) -> System:
         """Stand in for ``os`` in the shelf's modules until ``patch`` is undone."""
-        for module in (files, file_parts, folders, transfer):
+        for module in (files, folders, transfer):
             patch.setattr(module, "os", self)
         patch.setattr(transfer, "fcntl", self.fcntl)
-        reserve = self._wrapped("fallocate", SimpleNamespace(fallocate=file_parts.fallocate))
-        patch.setattr(file_parts, "fallocate", reserve)
+        reserve = self._wrapped("fallocate", SimpleNamespace(fallocate=files.fallocate))
+        patch.setattr(files, "fallocate", reserve)
         return self
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.errors import ShelfFailure, StoreSettingError
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
 from pdconn.store.shelf.files import FilesShelf

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.shelf import aligned, transfer
-from pdconn.store.shelf.aligned import cached_nbytes, file_runs
+from pdconn.store.shelf import transfer
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.transfer import RecentRows
+from pdconn.store.shelf.transfer import RecentRows, cached_nbytes, file_runs
 from tests.store.shelves.plain_rows import MIB, PAGE, load, pages, payload, row_name, save
 from tests.store.shelves.system import System
 
@@ -33,7 +32,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Sets what the kernel says to be in the page cache."""
 
     def say(nbytes: int | None) -> None:
-        monkeypatch.setattr(aligned, "cached_nbytes", lambda *_: nbytes)
+        monkeypatch.setattr(transfer, "cached_nbytes", lambda *_: nbytes)
 
     return say
 
@@ -82,7 +81,7 @@ def test_auto_reads_little_or_unaligned_from_the_cache(
     assert direct_calls(system, lambda: load(shelf, ROW, 16 * PAGE - PAGE)) == 0
     shelf = forgotten(shelf)
     into = memoryview(bytearray(MIB + 1))[1:]
-    if aligned.address_of(into) % PAGE:
+    if transfer.address_of(into) % PAGE:
         assert direct_calls(system, lambda: shelf.read("ns", ROW, [(0, into)])) == 0
         assert into == DATA
     assert direct_calls(system, lambda: load(shelf, ROW, 0, at=[(PAGE // 2, MIB // 2)])) == 0
@@ -166,7 +165,7 @@ def test_the_kernel_says_what_is_cached(tmp_path: Path) -> None:
             pytest.skip("a kernel without cachestat")
         assert cached_nbytes(fd, 0, MIB) == MIB
         assert cached_nbytes(fd, MIB, MIB) == 0
-        assert aligned.is_worth_direct(fd, file_runs([(0, pages(MIB))])) is False
+        assert transfer.is_worth_direct(fd, file_runs([(0, pages(MIB))])) is False
     finally:
         os.close(fd)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
-from pdconn.store.shelf import file_parts, folders
+from pdconn.store.shelf import files, folders
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import open_root
 from tests.store.shelves.plain_rows import MIB, PAGE, load, pages, payload, row_name, save
@@ -171,7 +171,7 @@ def test_a_part_that_another_rank_made_is_not_removed(tmp_path: Path, call: str)
     assert load(ours, ROW, 4 * PAGE) == payload(1)
 
 
-@pytest.mark.parametrize("module", [file_parts, folders])
+@pytest.mark.parametrize("module", [files, folders])
 def test_leaving_something_behind_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ) -> None:

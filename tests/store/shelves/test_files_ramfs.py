@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.shelf import file_parts
-from pdconn.store.shelf.file_parts import fallocate
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf import files
+from pdconn.store.shelf.files import FilesShelf, fallocate
 from tests.store.shelves.plain_rows import PAGE, load, pages, payload, row_name
 from tests.store.shelves.system import in_child, mounted
 
@@ -74,7 +73,7 @@ def test_the_c_library_s_emulation_is_caught(ramfs: Path, monkeypatch: pytest.Mo
         assert libc.posix_fallocate(file.fileno(), ctypes.c_long(0), ctypes.c_long(PAGE)) == (
             errno.EBADF
         ), "the second call needs to read"
-    monkeypatch.setattr(file_parts, "fallocate", emulated)
+    monkeypatch.setattr(files, "fallocate", emulated)
     with FilesShelf(ramfs) as shelf:
         shelf.begin("writer", "p", PAGE)
     assert path.read_bytes()[-1:] != b"x"

@@ -28,11 +28,19 @@ from pathlib import Path
 
 import numpy as np
 
-from pdconn.store.format.footer import Footer, checksum, encode_footer
-from pdconn.store.format.layout import Layer, RowLayout, Section
-from pdconn.store.format.names import NO_KEY, RowKind, RowName
+from pdconn.store.format.row import (
+    NO_KEY,
+    Footer,
+    Layer,
+    RowKind,
+    RowLayout,
+    RowName,
+    Section,
+    checksum,
+    encode_footer,
+)
+from pdconn.store.rank.copies import HostArea
 from pdconn.store.rank.shares import RowShare
-from pdconn.store.rank.staging import HostArea
 from pdconn.store.rank.store import NUM_READERS
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.transfer import RecentRows

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.tools.cli.main import main
 from tests.tools.cli.store_command import CHAIN, FA_NBYTES, WA_NBYTES, Run, asked, files

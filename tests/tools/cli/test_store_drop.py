@@ -10,7 +10,7 @@ import pytest
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 from pdconn.store.shelf.files import FilesShelf
 from tests.tools.cli.store_command import CHAIN, FA_NBYTES, WA_NBYTES, Run, asked, files, flip
 from tests.tools.cli.stored_rows import BLOCK, NAMESPACE, file_of, full, save, windows

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from vllm.models.deepseek_v4.compressor import CompressorStateCache
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 
-from pdconn.store.format.layout import as_kept
+from pdconn.store.format.row import as_kept
 from pdconn.vllm.blocks.arrangement import Unit
 from pdconn.vllm.blocks.compressors import compress_ratio
 from pdconn.vllm.blocks.geometry import kv_cache_references

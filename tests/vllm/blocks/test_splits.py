@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from pdconn.planning.errors import Incompatible, PlanningError
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList, trimmed
-from pdconn.store.format.layout import store_layout
+from pdconn.store.format.row import store_layout
 from pdconn.vllm.blocks import geometry
 from pdconn.vllm.blocks.arrangement import Unit
 from pdconn.vllm.blocks.geometry import kv_cache_references

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdconn.protocol.compat import DRAFT, WEIGHTS
-from pdconn.store.format.layout import store_layout
+from pdconn.store.format.row import store_layout
 from pdconn.vllm.identity.weights import engine_weights
-from pdconn.vllm.store.identity import namespace_of
+from pdconn.vllm.store.keys import namespace_of
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.layouts import layout_memory
 

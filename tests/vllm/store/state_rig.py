@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pdconn.store.engine.build import build_scheduler
-from pdconn.store.format.layout import store_layout
+from pdconn.store.format.row import store_layout
 from pdconn.store.rank.store import RankStore
 from pdconn.store.settings import StoreSettings
 from registration.references import (

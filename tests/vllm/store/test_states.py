@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from pdconn.store.errors import FormatError
-from pdconn.store.format.layout import Layer, RowLayout, Section, StoreLayout
-from pdconn.store.format.names import RowKind
+from pdconn.store.format.row import Layer, RowKind, RowLayout, Section, StoreLayout
 from registration.references import AttentionKind
 from tests.fakes.memory_shelf import MemoryRows
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.base import Buffer
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import failure, object_of, open_regular, read_whole

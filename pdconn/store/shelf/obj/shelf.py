@@ -23,9 +23,8 @@ import os
 from collections.abc import Sequence
 
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 from pdconn.store.shelf.base import Buffer
-from pdconn.store.shelf.described import keep_place
 from pdconn.store.shelf.folders import failure, regular
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.data import BucketData
@@ -37,6 +36,7 @@ from pdconn.store.shelf.obj.index import (
     encode_index,
 )
 from pdconn.store.shelf.obj.parts import INLINE_NBYTES, ObjParts, RowEntry, put_entry, read_entry
+from pdconn.store.shelf.open import keep_place
 
 log = logging.getLogger(__name__)
 

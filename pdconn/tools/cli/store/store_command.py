@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdconn.store.errors import FormatError, StoreError
-from pdconn.store.format.layout import StoreLayout
+from pdconn.store.format.row import StoreLayout
 from pdconn.store.inspect import (
     InspectError,
     RowAmount,

@@ -21,10 +21,17 @@ from dataclasses import dataclass
 
 from pdconn.store.engine.lookups import Fitting, ShareSizes
 from pdconn.store.engine.saves import Saving, rows_to_save
-from pdconn.store.format.boundaries import Spacing, find_boundary, pieces, rows_needed
-from pdconn.store.format.footer import footer_nbytes, row_nbytes
-from pdconn.store.format.layout import RowLayout, StoreLayout, share_layout, store_layout
-from pdconn.store.format.names import KEY_NBYTES, Chain, RowKind
+from pdconn.store.format.prompt import Chain, Spacing, find_boundary, pieces, rows_needed
+from pdconn.store.format.row import (
+    KEY_NBYTES,
+    RowKind,
+    RowLayout,
+    StoreLayout,
+    footer_nbytes,
+    row_nbytes,
+    share_layout,
+    store_layout,
+)
 from pdconn.store.settings import StoreSettings
 from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import MAX_PROMPT_TOKENS

@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 from pdconn.store.errors import ShelfFailure, StoreError
-from pdconn.store.format.names import RowName
+from pdconn.store.format.row import RowName
 from pdconn.store.shelf.obj import bucket as bucket_module
 from pdconn.store.shelf.obj import data as data_module
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket

@@ -1,17 +1,25 @@
-"""The namespace of an engine's rows: a digest of all that makes KV of equal tokens differ.
+"""What the names of rows depend on besides tokens: an engine's namespace, a prompt's extras.
 
 Keys of rows depend on the prompt alone, so two engines may share rows only if they compute the
 same KV from the same tokens.  That takes the same weights, used in the same way: configuration
-with overrides, dtypes, rotary tables, draft model; and the same meaning of bytes in a block.
+with overrides, dtypes, rotary tables, draft model; and the same meaning of bytes in a block.  A
+digest of all that is the *namespace*.
 
 Weights count by what proves them (:mod:`pdconn.vllm.identity.weights`).  Where nothing does, the
 namespace is random: rows are the engine's own, and nobody finds them after it.
+
+*Extras* are adapter, media and cache salt.  Each goes into the key of the first canonical block
+that it can change, and by the chain into all after it.  A prompt for which that cannot be told has
+no keys: it is neither saved nor loaded.  Names are not enough where content may change under them:
+an adapter is told by its files, and media by the digest that vLLM makes of their content.  A name
+that a client gave them is seen by its form, unless it has that of a digest, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -21,9 +29,9 @@ from typing import Any
 import torch
 
 from pdconn.protocol.compat import DRAFT, WEIGHTS
-from pdconn.store.format.footer import FORMAT_VERSION
-from pdconn.store.format.layout import StoreLayout
+from pdconn.store.format.row import FORMAT_VERSION, StoreLayout
 from pdconn.vllm.blocks.drafts import drafter
+from pdconn.vllm.identity.adapters import adapter_digest
 from pdconn.vllm.identity.weights import Weights, is_commit
 
 _WEIGHTS = (WEIGHTS, DRAFT + WEIGHTS)
@@ -178,3 +186,48 @@ class _Plain:
 
     def _unordered(self, values: Iterable[Any], where: str) -> list[str]:
         return sorted(json.dumps(self.of(each, where), sort_keys=True) for each in values)
+
+
+_DIGEST = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+"""What vLLM's hashers make, after the name of an adapter that changes embeddings."""
+
+
+def extras_of(request: Any, block_tokens: int) -> list[bytes] | None:
+    """What block i's key depends on besides tokens, at i; None if the prompt has no keys.
+
+    ``request`` is vLLM's ``Request``.  May read files, so not on the engine's thread.
+    """
+    if not has_keys(request):
+        return None
+    found: dict[int, list[tuple[str | int, ...]]] = {}
+    if request.cache_salt:
+        found.setdefault(0, []).append(("salt", request.cache_salt))
+    if request.lora_request is not None:
+        adapter = adapter_digest(request.lora_request)
+        if adapter is None:
+            return None
+        found.setdefault(0, []).append(("adapter", adapter))
+    for feature in request.mm_features:
+        if not _DIGEST.fullmatch(feature.identifier):
+            return None
+        position = feature.mm_position
+        at = int(position.offset)
+        seen = ("media", feature.identifier, at, int(position.length))
+        found.setdefault(at // block_tokens, []).append(seen)
+    last = max(found, default=-1)
+    return [_encoded(found.get(index)) for index in range(last + 1)]
+
+
+def _encoded(found: list[tuple[str | int, ...]] | None) -> bytes:
+    """As JSON, so that no text of one can be taken for another."""
+    return b"" if found is None else json.dumps(found).encode()
+
+
+def has_keys(request: Any) -> bool:
+    """Whether the prompt is one of tokens that stay, for an answer in tokens."""
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and request.pooling_params is None
+        and not request.resumable
+    )

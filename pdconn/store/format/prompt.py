@@ -1,4 +1,12 @@
-"""Boundaries: where generation can resume, which rows that takes, and which are worth saving.
+"""The rows of a prompt: their keys, where generation can resume, and which rows that takes.
+
+A key is a digest of a canonical block's tokens, of what else its KV depends on (adapter,
+media, cache salt), and of the key before it, so equal keys mean equal prefixes::
+
+    key[i] = SHA-256(key[i-1] | tokens of block i | extra of block i)[:16]
+
+The chain is ours and not vLLM's, which depends on the engine's block size and hash seed.  What
+is equal for every prompt of a model (weights, dtype, rotary embedding) is in the *namespace*.
 
 A boundary ``b`` is the end of a canonical block.  To resume there, FA rows of every block
 before it are needed, and of each windowed section the tokens that position ``b`` attends to::
@@ -7,21 +15,77 @@ before it are needed, and of each windowed section the tokens that position ``b`
     WA rows   [  1  ][  2  ][  3  ]      row 3 is saved last: it tells that the others are there
 
 A boundary at a multiple of a chunk needs no row of chunked sections.  Of states it needs what its
-own row holds.  A compressed section
-(several tokens in a unit) needs ``b`` to be a multiple of its unit.
+own row holds.  A compressed section (several tokens in a unit) needs ``b`` to be a multiple of its
+unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pdconn.store.format.footer import row_nbytes
-from pdconn.store.format.layout import RowLayout, Section, StoreLayout
-from pdconn.store.format.names import RowKind
+import numpy as np
+
+from pdconn.store.format.row import (
+    KEY_NBYTES,
+    NO_KEY,
+    RowKind,
+    RowLayout,
+    RowName,
+    Section,
+    StoreLayout,
+    row_nbytes,
+)
 from registration.references import AttentionKind
 
-Has = Callable[[RowKind, int], bool]
+_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Keys of a prompt's whole canonical blocks, in order."""
+
+    block_tokens: int
+    keys: tuple[bytes, ...] = ()
+
+    def name(self, kind: RowKind, index: int) -> RowName:
+        """The row of block ``index``."""
+        parent = self.keys[index - 1] if index else NO_KEY
+        return RowName(kind, self.keys[index], parent, index)
+
+    def extended(
+        self, tokens: Sequence[int], until: int | None = None, extras: Sequence[bytes] = ()
+    ) -> Chain:
+        """The chain of ``tokens[:until]``, of which ours covers the beginning already.
+
+        A list of ids is converted a few thousand at a time: a thread that hashes a long prompt
+        must not keep the interpreter from the engine's thread for milliseconds.
+
+        Args:
+            tokens: ids of the whole prompt (and answer) from its first token on.
+            until: how many of them; all for None.
+            extras: what else block i's KV depends on, at i; b"" where there is nothing more.
+        """
+        size = self.block_tokens
+        made = list(self.keys)
+        last = min(len(tokens), len(tokens) if until is None else until) // size
+        parent = made[-1] if made else NO_KEY
+        while (first := len(made)) < last:
+            stop = min(last, first + max(1, _AT_ONCE // size))
+            ids = np.asarray(tokens[first * size : stop * size], dtype="<u4").tobytes()
+            for index in range(first, stop):
+                start = (index - first) * 4 * size
+                digest = hashlib.sha256(parent)
+                digest.update(ids[start : start + 4 * size])
+                if index < len(extras):
+                    digest.update(extras[index])
+                parent = digest.digest()[:KEY_NBYTES]
+                made.append(parent)
+        return Chain(size, tuple(made)) if len(made) > len(self.keys) else self
+
+
+IsThere = Callable[[RowKind, int], bool]
 """Whether the row of a block's number is known to be there."""
 
 
@@ -55,7 +119,7 @@ def can_resume(layout: StoreLayout, boundary: int) -> bool:
     return all(boundary % section.unit_tokens == 0 for section in sections)
 
 
-def find_boundary(layout: StoreLayout, limit: int, has: Has) -> int:
+def find_boundary(layout: StoreLayout, limit: int, has: IsThere) -> int:
     """The largest boundary at or below ``limit`` tokens whose rows are all there, or 0.
 
     ``limit`` is at most ``num_tokens - 1``: the engine computes the last token itself.  ``has``

@@ -1,0 +1,412 @@
+"""One engine's share of a root's bytes, on the keeper's thread: what it may write, what it evicts.
+
+::
+
+    RootBudget.step ─► recount if due ─► Evictor frees what is missing ─► Allowance reserves
+    engine's thread ── takes bytes, without a system call ──► Allowance.room
+
+The allowance is reserved in advance, up to a target that doubles when something could not be given,
+and falls back slowly when all was::
+
+    share of the capacity, a few rows  <=  target  <=  a quarter of the capacity, by writers
+
+Of all processes on a root, the one that holds ``ROOT/budget/evictor`` removes rows when there is
+too little room.  It keeps the tree of rows, from a listing every now and then and from the names
+of new rows that all processes leave beside the accounts; the others only note the use of rows, in
+the shelf.  It frees until there is headroom for what writers will ask for next, so that they
+seldom wait::
+
+    listing, new rows ─► tree ─► leaf used longest ago ─► used meanwhile? ─► remove
+                                  ▲                         │ yes     rows are new: ask again
+                                  └─────────────────────────┴─────────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdconn.store.budget.accounts import Accounts, Usage
+from pdconn.store.budget.row_tree import Place, RowTree
+from pdconn.store.errors import StoreError
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_nbytes
+from pdconn.store.settings import StoreSettings
+from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.folders import FolderId, folder_id
+from pdconn.threads import AmountBox
+
+log = logging.getLogger(__name__)
+
+_SHARE = 16
+"""An allowance is one byte of so many, divided by the number of writers, until more is missed."""
+
+_MOST = 4
+"""As :data:`_SHARE`, of what an allowance may become."""
+
+_FALL = 32
+"""Demand falls by one part of so many at each step: to half in 10 s of an idle engine."""
+
+
+class Allowance:
+    """Keeps bytes ready in a box.
+
+    Args:
+        least: bytes that are kept ready where the capacity has room for them.
+
+    Attributes:
+        room: the box, of which another thread takes.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self.room = AmountBox()
+        self._demand = self._target = 0
+
+    @property
+    def ready(self) -> int:
+        """Bytes that can be taken now."""
+        return self.room.amount
+
+    def give_back(self, nbytes: int) -> None:
+        """Taken bytes were not written."""
+        self.room.add(nbytes)
+
+    def lose(self, nbytes: int) -> None:
+        """Reserved bytes are reserved no more; where they were taken already, less than none is
+        ready until the rows they were taken for are given up."""
+        self.room.add(-nbytes)
+
+    def top_up(self, accounts: Accounts) -> None:
+        """Reserve up to the target, and return what is far above it.  May wait for the accounts.
+
+        Raises:
+            ShelfFailure: neither was done.
+        """
+        target = self._next_target(accounts.usage())
+        lacking = target - self.ready
+        if lacking > 0:
+            self.give_back(accounts.reserve(lacking))
+        elif excess := self.room.take_above(target, slack=target // 4):
+            try:
+                accounts.release(excess)
+            except StoreError:
+                self.give_back(excess)
+                raise
+
+    def _next_target(self, usage: Usage) -> int:
+        if self.room.take_missed():
+            self._demand = 2 * self._target
+        else:
+            self._demand -= self._demand // _FALL
+        num_writers = max(1, usage.num_writers)
+        usual = max(usage.capacity // (_SHARE * num_writers), self._least)
+        most = usage.capacity // (_MOST * num_writers)
+        most = max(most, min(self._least, usage.capacity // (2 * num_writers)))
+        self._target = min(max(usual, self._demand), most)
+        return self._target
+
+
+LISTING_S = 120.0
+"""Between listings, while rows have to go."""
+
+_SOON_S = 5.0
+"""Between listings that found nothing to remove."""
+
+_STEP_S = 0.2
+_WARN_S = 60.0
+HEADROOM = 16
+"""One byte of so many is kept free."""
+
+
+@dataclass(slots=True)
+class _Freeing:
+    """One step: until when, and what has gone."""
+
+    until: float
+    places: list[Place] = field(default_factory=list)
+    nbytes: int = 0
+    wa: int = 0
+
+
+class Evictor:
+    """Removes rows of a root, if this process is the one that does.
+
+    Args:
+        wa_share: WA bytes at most, as a share of the capacity; None for no limit.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, accounts: Accounts, wa_share: float | None, clock: Callable[[], float]
+    ) -> None:
+        self._accounts, self._wa_share, self._clock = accounts, wa_share, clock
+        self._lock: int | None = None
+        self._tree: RowTree | None = None
+        self._listed_at = self._warned_at = float("-inf")
+        self._num_failed = 0
+        self._has_met_gone = False
+        self.evicted_nbytes = self.num_evicted = 0
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process evicts."""
+        return self._lock is not None
+
+    def step(self, shelf: Shelf) -> list[Place]:
+        """Free what is missing, for a fifth of a second at most; the rows that were removed.
+
+        Raises:
+            StoreError: the accounts or the listing fail; a row that cannot be removed is passed
+                over instead.
+        """
+        if not self._is_evictor():
+            return []
+        self._learn()
+        usage = self._accounts.usage()
+        if not usage.is_known or (self._missing(usage) <= 0 and self._wa_excess(usage) <= 0):
+            return []
+        now = self._clock()
+        if self._tree is None or self._is_due(self._tree, now):
+            self._tree = RowTree(self._accounts.list_rows(shelf))
+            self._listed_at = now
+            usage = self._accounts.usage()
+        done = _Freeing(now + _STEP_S)
+        try:
+            self._free(
+                shelf, self._tree, done, lambda: self._wa_excess(usage) - done.wa, is_wa=True
+            )
+            self._free(shelf, self._tree, done, lambda: self._missing(usage) - done.nbytes)
+        finally:
+            self.evicted_nbytes += done.nbytes
+            self.num_evicted += len(done.places)
+        return done.places
+
+    def close(self) -> None:
+        """Let another process evict."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        self._tree = None
+
+    def take_met_gone(self) -> bool:
+        """Whether a row was gone before it was evicted, since the last call: a recount is due."""
+        met, self._has_met_gone = self._has_met_gone, False
+        return met
+
+    def _is_evictor(self) -> bool:
+        """Become the evictor, unless another is; our lock counts no more once its file is gone."""
+        if self._lock is not None and not self._accounts.is_evictor(self._lock):
+            self.close()
+        if self._lock is None:
+            self._lock = self._accounts.try_evictor()
+        return self._lock is not None
+
+    def _learn(self) -> None:
+        """Take the names of new rows; before the first listing they are of no use."""
+        for row in self._accounts.take_news():
+            if self._tree is not None:
+                self._tree.add(row)
+
+    def _is_due(self, tree: RowTree, now: float) -> bool:
+        pause_s = _SOON_S if tree.victim() is None else LISTING_S
+        return now - self._listed_at >= pause_s
+
+    def _missing(self, usage: Usage) -> int:
+        wanted = max(usage.capacity // HEADROOM, min(usage.wanted, usage.capacity // 2))
+        return wanted - (usage.capacity - usage.committed - usage.reserved)
+
+    def _wa_excess(self, usage: Usage) -> int:
+        if self._wa_share is None:
+            return 0
+        return usage.wa - int(self._wa_share * usage.capacity)
+
+    def _free(
+        self,
+        shelf: Shelf,
+        tree: RowTree,
+        done: _Freeing,
+        left: Callable[[], int],
+        *,
+        is_wa: bool = False,
+    ) -> None:
+        """Remove victims until nothing is left to free; one that cannot be is passed over."""
+        kind = RowKind.WA if is_wa else None
+        while left() > 0 and self._clock() < done.until:
+            place = tree.victim(kind)
+            if place is None:
+                return
+            try:
+                used_at = shelf.used_at(*place)
+                if used_at is not None and used_at > tree.used_at(place):
+                    tree.touched(place, used_at)
+                    continue
+                nbytes = self._accounts.evict(shelf, *place)
+                if nbytes is None:
+                    self._learn()
+                    continue
+            except StoreError as error:
+                tree.passed_over(place)
+                self._failed(place, error)
+                continue
+            tree.removed(place)
+            # Somebody else removed a row of no bytes, and the count still has it.
+            self._has_met_gone = self._has_met_gone or not nbytes
+            done.places.append(place)
+            done.nbytes += nbytes
+            done.wa += nbytes if place[1].kind is RowKind.WA else 0
+
+    def _failed(self, place: Place, error: StoreError) -> None:
+        """Log that a row was not removed, once a minute."""
+        self._num_failed += 1
+        now = self._clock()
+        if now - self._warned_at < _WARN_S:
+            return
+        log.warning(
+            "pdconn: store: not evicted: row=%s rows=%d: %s",
+            place[1].file_name,
+            self._num_failed,
+            error,
+        )
+        self._warned_at, self._num_failed = now, 0
+
+
+_RECOUNT_S = 600.0
+_RECOUNT_SOON_S = 60.0
+"""A recount after one that followed lost accounts: parts that were on their way are over then."""
+_LOOK_S = 5.0
+"""How often it is looked for dead writers, a count that cannot be read, and folders replaced."""
+_ROWS = 4
+"""Rows of each kind that an allowance is good for at least."""
+
+
+class RootBudget:
+    """One engine's share of a root's bytes, on the keeper's thread.
+
+    Args:
+        writer: the engine's name among those on the root.
+        clock: seconds that never go back; ``now`` gives the time of day, for uses of rows.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        writer: str,
+        layout: StoreLayout,
+        clock: Callable[[], float],
+        now: Callable[[], float],
+    ) -> None:
+        self._settings, self._writer = settings, writer
+        self._clock, self._now = clock, now
+        each = row_nbytes(layout.fa) + (0 if layout.wa is None else row_nbytes(layout.wa))
+        self._allowance = Allowance(_ROWS * each)
+        self._accounts: Accounts | None = None
+        self._evictor: Evictor | None = None
+        self._count_at = self._looked_at = float("-inf")
+        self._is_wrong = False
+        self._folders: dict[str, FolderId | None] = {}
+        self._listing: list[StoredRow] | None = None
+
+    @property
+    def room(self) -> AmountBox:
+        """Bytes that may be written; the engine's thread takes of it."""
+        return self._allowance.room
+
+    def open(self, shelf: Shelf) -> None:
+        """Take part in the root's accounts."""
+        settings = self._settings
+        if self._accounts is None:
+            self._accounts = Accounts(
+                settings.root, self._writer, settings.capacity, lost=self._lost
+            )
+            self._evictor = Evictor(self._accounts, settings.wa_share, self._clock)
+        self.step(shelf, "")
+
+    def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
+        """Recount if it is due, evict, top up; rows of ``namespace`` that were evicted."""
+        accounts, evictor = self._opened()
+        self._recount(accounts, shelf, namespace)
+        gone = evictor.step(shelf)
+        self._is_wrong = evictor.take_met_gone() or self._is_wrong
+        self._allowance.top_up(accounts)
+        return [name for where, name in gone if where == namespace]
+
+    def _recount(self, accounts: Accounts, shelf: Shelf, namespace: str) -> None:
+        """Recount now and then, and where a look shows that the count is wrong."""
+        now = self._clock()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        is_replaced = self._is_replaced(namespace)
+        is_wrong = accounts.is_stale() or self._is_wrong or is_replaced
+        if now < self._count_at and not is_wrong:
+            return
+        self._count_at = now + (_RECOUNT_SOON_S if self._is_wrong else _RECOUNT_S)
+        self._listing = accounts.recount(shelf).rows
+        self._is_wrong = False
+
+    def _is_replaced(self, namespace: str) -> bool:
+        """Whether a folder of rows that was there at the last look is gone, or may be another one.
+
+        It may also be that a namespace was made in it, which is rare enough to count anew then.
+        """
+        top = os.path.join(self._settings.root, "rows")
+        paths = [top, os.path.join(top, namespace)] if namespace else [top]
+        before, self._folders = self._folders, {path: folder_id(path) for path in paths}
+        return any(
+            seen is not None and self._folders.get(path, seen) != seen
+            for path, seen in before.items()
+        )
+
+    def _lost(self, nbytes: int) -> None:
+        """The accounts were removed, and with them so much of our reserve."""
+        self._allowance.lose(nbytes)
+        self._is_wrong, self._looked_at = True, float("-inf")
+
+    def take_listing(self) -> list[StoredRow] | None:
+        """The rows of all namespaces as the last recount found them, once."""
+        listing, self._listing = self._listing, None
+        return listing
+
+    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+        """Commit a part of taken bytes; False, and they stay taken, if the row was there."""
+        row = StoredRow(namespace, name, part.nbytes, self._now())
+        return self._opened()[0].commit(shelf, part, row)
+
+    def release(self, nbytes: int) -> None:
+        """Taken bytes were not written, or the row was there already."""
+        self._allowance.give_back(nbytes)
+
+    def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+        """Remove a damaged row; its bytes."""
+        return self._opened()[0].remove(shelf, namespace, name)
+
+    def usage(self) -> dict[str, int]:
+        """Gauges for metrics, in bytes."""
+        usage = self._opened()[0].usage()
+        return {
+            "store_capacity_bytes": usage.capacity,
+            "store_committed_bytes": usage.committed,
+            "store_window_bytes": usage.wa,
+            "store_reserved_bytes": usage.reserved,
+        }
+
+    def take_evicted(self) -> tuple[int, int]:
+        """Rows of any namespace, and their bytes, evicted since the last call."""
+        evictor = self._opened()[1]
+        taken = evictor.num_evicted, evictor.evicted_nbytes
+        evictor.num_evicted = evictor.evicted_nbytes = 0
+        return taken
+
+    def close(self) -> None:
+        """Leave the root's accounts; rows that are there stay."""
+        if self._evictor is not None:
+            self._evictor.close()
+        if self._accounts is not None:
+            self._accounts.close()
+
+    def _opened(self) -> tuple[Accounts, Evictor]:
+        assert self._accounts is not None
+        assert self._evictor is not None
+        return self._accounts, self._evictor
