@@ -121,6 +121,7 @@ def _is_tokens(chunk: bytes) -> bool:
         and chunk.endswith(b"}\n\n")
         and b'"error"' not in chunk
         and b'"usage"' not in chunk
+        and b'"type"' not in chunk  # of a named event that was cut behind its name
     )
 
 

@@ -83,6 +83,14 @@ STREAMS: dict[str, tuple[list[bytes], int | None, bool, int | None]] = {
 }  # fmt: skip
 
 
+def test_the_last_event_counts_where_the_stream_is_cut_behind_its_name() -> None:
+    """What followed was taken for a token, since it begins and ends as one."""
+    reader = AnswerReader(200, SSE)
+    reader.feed(b"event: message_stop\n")
+    reader.feed(b'data: {"type": "message_stop"}\n\n')
+    assert reader.is_whole
+
+
 @given(st.data())
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_says_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
