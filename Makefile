@@ -91,7 +91,7 @@ format: venv
 	$(BIN)/ruff format .
 
 property: venv
-	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property tests/planning/test_gaps.py --timeout 0 $(ARGS)
+	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property tests/planning/test_gaps.py tests/lifecycle tests/protocol tests/router/openai --timeout 0 $(ARGS)
 
 chaos: venv
 	PDCONN_CHAOS=10000 $(BIN)/python -m pytest tests/simulation --timeout 0 $(ARGS)

@@ -336,7 +336,8 @@ def test_a_thread_is_kept_awake_and_let_go() -> None:
         resting = _used_by(worker.threads, 0.1)
         thread.drive()
         thread.drive()
-        driven = _used_by(worker.threads, 0.1)
+        # A busy machine may give it no core for a while.
+        driven = max(_used_by(worker.threads, 0.1) for _ in range(5))
         thread.close()
         assert driven > 3 * max(resting, _used_by(worker.threads, 0.1))
     assert set(os.listdir("/proc/self/fd")) == descriptors
