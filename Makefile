@@ -1,7 +1,7 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
 #                 (its first run says what it downloads, and how large that is)
-#   make test     every law, with real vLLM too (at most 15 minutes on two quiet cores)
+#   make test     every law, with real vLLM too (about 18 minutes on two quiet cores)
 #   make test-matrix   the rest: further layouts, topologies and faults, with real vLLM
 #   make fresh    the demo, and a minute of engine tests, in a new clone with nothing of this machine
 #   make check    format, lint, types, direction of imports
@@ -91,7 +91,8 @@ format: venv
 	$(BIN)/ruff format .
 
 property: venv
-	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property tests/planning/test_gaps.py tests/lifecycle tests/protocol tests/router/openai --timeout 0 $(ARGS)
+	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property tests/planning/test_gaps.py --timeout 0 $(ARGS)
+	PDCONN_EXAMPLES=1000 $(BIN)/python -m pytest -m hypothesis --ignore tests/property -n 2 --timeout 0 $(ARGS)
 
 chaos: venv
 	PDCONN_CHAOS=10000 $(BIN)/python -m pytest tests/simulation --timeout 0 $(ARGS)

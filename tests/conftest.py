@@ -8,15 +8,20 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.property.scale import ASKED, at_least
+
 # Every server of a test is on this machine: a proxy that the machine has is never asked for them.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
 
 # An example may take as long as a busy machine makes it.  The same ones are drawn in every run, so
 # that what lands is what passed; make property draws others, and more of them.
-_ASKED = os.environ.get("PDCONN_EXAMPLES")
-settings.register_profile("patient", deadline=None, derandomize=not _ASKED)
-settings.register_profile("drawn", settings.get_profile("patient"), max_examples=int(_ASKED or 1))
-settings.load_profile("drawn" if _ASKED else "patient")
+settings.register_profile(
+    "patient",
+    deadline=None,
+    derandomize=not ASKED,
+    max_examples=at_least(settings.default.max_examples),
+)
+settings.load_profile("patient")
 
 
 @pytest.fixture

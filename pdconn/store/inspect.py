@@ -35,6 +35,7 @@ from pdconn.store.verify import footer_of
 from transport.errors import FieldError, did_you_mean, shown
 
 _MOST_LAYOUT_NBYTES = 1 << 24
+_LAYOUTS = msgspec.json.Decoder(StoreLayout)
 
 
 class InspectError(FieldError, StoreError):
@@ -109,9 +110,6 @@ def _check_layout(path: Path, layout: StoreLayout) -> None:
                     raise InspectError(f"{path}: {name}", "a number above 0", value)
         if not kind.sections:
             raise InspectError(f"{path}: sections", "at least one", "none")
-
-
-_LAYOUTS = msgspec.json.Decoder(StoreLayout)
 
 
 @dataclass(frozen=True, slots=True)

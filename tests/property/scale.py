@@ -7,12 +7,12 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-_ASKED = os.environ.get("PDCONN_EXAMPLES")
+ASKED = os.environ.get("PDCONN_EXAMPLES")
 
 
 def at_least(examples: int) -> int:
     """``examples``, or as many as ``PDCONN_EXAMPLES`` says if that is more."""
-    return max(examples, int(_ASKED)) if _ASKED else examples
+    return max(examples, int(ASKED)) if ASKED else examples
 
 
 def drawn(examples: int) -> Any:
