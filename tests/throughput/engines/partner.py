@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import msgspec
@@ -24,7 +23,7 @@ import numpy as np
 from pdconn.lender.server import Lender
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Described, RankGeometry, Welcome
-from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
+from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket, prompt_digest
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
@@ -32,7 +31,6 @@ from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import extent, placed
 from pdconn.tools.lab.ports import LOCALHOST
-from pdconn.vllm.prompt import prompt_digest
 
 TTL_S = 60.0
 _PATIENCE_S = 30.0
@@ -89,7 +87,7 @@ class LendingPartner:
         """Lend as if ``prompt`` had been computed: the ``kv_transfer_params`` for decode."""
         self._lender.collect()
         request, lists = f"r{next(self._numbers)}", self._memory.lists(len(prompt))
-        digest = prompt_digest(SimpleNamespace(prompt_token_ids=list(prompt)))
+        digest = prompt_digest(prompt)
         ticket = Ticket(
             "partner", "boot", request, LOCALHOST, self._lender.port, len(prompt), digest, lists
         )
