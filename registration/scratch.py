@@ -1,4 +1,4 @@
-"""A page of memory for reads whose bytes are not used, such as probe reads.
+"""A page of memory for reads whose bytes are not used, such as those that warm a lender up.
 
 It lies on the device of the KV memory, so that a read into it takes the same path as a
 pull.  Register it after the transport's address was taken: an address covers what was

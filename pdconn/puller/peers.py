@@ -2,6 +2,8 @@
 
 ``Rank`` is we ourselves: a lender is paired with our memory once its KV means the same as ours.
 
+``PeerPull`` is what every pull from a peer has; what is pulled, and for whom, its two kinds say.
+
 ``PeerTable`` dials, greets and sorts what lenders say.  Connections come from a :class:`Dialer`;
 what happened to a peer is an event, and the table's owner takes them from
 :attr:`PeerTable.events`::
@@ -16,15 +18,18 @@ a key without a boot until the lender's Welcome names one, and then the key of a
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pdconn.integrity.reader import Checks
 from pdconn.lifecycle.peer import TRANSITIONS, PeerState
+from pdconn.lifecycle.pull import Pull
 from pdconn.planning.errors import Incompatible, PlanningError
-from pdconn.planning.plan import Pairing
+from pdconn.planning.gaps import NO_GAPS, Gaps
+from pdconn.planning.plan import Pairing, Plan
 from pdconn.protocol.compat import trait_differences, traits_digest
 from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (
@@ -153,7 +158,7 @@ class Peer:
         welcome: what it said of itself; ``pairing`` and, once they are needed, ``checks``
             are made of it.
         ranks: its ranks that the transport reaches; ``connecting`` are still to come.
-        pulls: the pulls that use it.
+        pulls: those under way, by name.
         reason: why it was closed; ``untrusted`` if it did not authenticate.
         retired: it serves the pulls that use it to their end, and no new ones.
     """
@@ -167,10 +172,15 @@ class Peer:
     ranks: dict[int, PeerId] = field(default_factory=dict)
     connecting: int = 0
     outgoing: list[FromReader] = field(default_factory=list)
-    pulls: dict[str, None] = field(default_factory=dict)
+    pulls: dict[str, PeerPull] = field(default_factory=dict)
     reason: str = ""
     untrusted: bool = False
     retired: bool = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a request's pull uses it."""
+        return any(pull.is_requested for pull in self.pulls.values())
 
     def enter(self, event: str) -> None:
         """Move on as :mod:`pdconn.lifecycle.peer` allows; ValueError where it does not."""
@@ -178,6 +188,37 @@ class Peer:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
             raise ValueError(f"a {self.state} peer cannot be {event}") from None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PeerPull(ABC):
+    """A pull from a peer: its machine, and what is in flight for it.
+
+    Attributes:
+        pull: its name, which no other pull of this rank has.
+        plan: or why there is none.
+        gaps: what the plan leaves of our blocks.
+        reading: reads that have not settled.
+        error: of the first read that failed.
+        alarm: when the machine is ticked, at the latest.
+        is_requested: whether a request waits for it.  Then its failure is counted, and may close
+            the peer, which is kept until its reads have settled.
+    """
+
+    is_requested: ClassVar[bool]
+
+    pull: str
+    machine: Pull
+    peer: Peer
+    plan: Plan | str | None = None
+    gaps: Gaps = NO_GAPS
+    reading: int = 0
+    error: str | None = None
+    alarm: float | None = None
+
+    @abstractmethod
+    def make_plan(self, clock: Callable[[], float]) -> None:
+        """Plan the reads; what is wrong with them is kept instead."""
 
 
 class Dialer(Protocol):
@@ -236,7 +277,7 @@ class PeerTable:
     Attributes:
         events: what happened to peers, oldest first, for the owner to take; any call below
             may add to it.
-        unsent: peers with outgoing messages; what adds a message adds the peer, too.
+        unsent: peers with outgoing messages.
     """
 
     def __init__(
@@ -290,8 +331,8 @@ class PeerTable:
         except OSError as error:
             self.close(peer, f"side channel: {error}")
         else:
-            peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
-            self.unsent[peer] = None
+            hello = Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation)
+            self.queue_messages(peer, [hello])
         return peer
 
     def to_place(self, host: str, port: int) -> Peer:
@@ -316,6 +357,12 @@ class PeerTable:
             self._lost(peer, error)
         except (ProtocolError, PlanningError) as error:
             self.close(peer, str(error))
+
+    def queue_messages(self, peer: Peer, messages: Iterable[FromReader]) -> None:
+        """Have ``messages`` sent by the next flush; nothing is said to a closed peer."""
+        if peer.state is not PeerState.CLOSED:
+            peer.outgoing += messages
+            self.unsent[peer] = None
 
     def flush(self, peer: Peer) -> None:
         """Send what is due in one frame; before the peer is READY, only our Hello."""
@@ -405,7 +452,7 @@ class PeerTable:
     def _has_room(self, may_evict: bool) -> bool:
         if len(self._peers) < self._max_peers:
             return True
-        idle = next((peer for peer in self._peers.values() if not peer.pulls), None)
+        idle = next((peer for peer in self._peers.values() if not peer.is_needed), None)
         if idle is None or not may_evict:
             return False
         self.flush(idle)
@@ -456,7 +503,7 @@ class PeerTable:
 
 
 def _level(closing: Peer) -> int:
-    """WARNING if pulls depend on the peer, INFO if it was ready, else DEBUG."""
-    if closing.pulls:
+    """WARNING if requests depend on the peer, INFO if it was ready, else DEBUG."""
+    if closing.is_needed:
         return logging.WARNING
     return logging.INFO if closing.state is PeerState.READY else logging.DEBUG

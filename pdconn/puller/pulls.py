@@ -6,11 +6,12 @@
            ◄── reports ─── │ Pulls │ ◄── granted, refused, … ────
                            └───────┘ ── jobs ──► reader ── results ──►
 
-Every request has a machine (:mod:`pdconn.lifecycle.pull`); the effects that it returns are
-performed here.  Nothing waits: the owner calls with what happened and with the time, a
-thread with sockets in an engine, a loop over virtual time in a simulation.  Nothing
-re-enters: performing an effect returns those that follow from it; what happens to a peer
-is an event in the peer table, and each call ends by handling those (:meth:`Pulls._drain`).
+Every pull has a machine (:mod:`pdconn.lifecycle.pull`); the effects that it returns are
+performed here, of a request's pull and of one that warms a lender up.  Nothing waits: the
+owner calls with what happened and with the time, a thread with sockets in an engine, a loop
+over virtual time in a simulation.  Nothing re-enters: performing an effect returns those that
+follow from it; what happens to a peer is an event in the peer table, and each call ends by
+handling those (:meth:`Pulls._drain`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState, ToLender
 from pdconn.planning.errors import PlanningError
-from pdconn.planning.gaps import NO_GAPS, Gaps
+from pdconn.planning.gaps import NO_GAPS
 from pdconn.planning.plan import Moved, Need, Plan
 from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError, TicketError
@@ -50,6 +52,7 @@ from pdconn.puller.peers import (
     Peer,
     PeerClosed,
     PeerKey,
+    PeerPull,
     PeerReplied,
     PeerTable,
     PeerWelcomed,
@@ -57,7 +60,7 @@ from pdconn.puller.peers import (
 )
 from pdconn.puller.reads import Connected, Job, JobResult, Read, ReadSettled, Sum, Summed
 from pdconn.puller.verification import CannotVerify, Verification, Verifier, Verify
-from pdconn.puller.warmup import PeerWarmup, ProbeRead, WarmUp
+from pdconn.puller.warmup import PagePull, PeerWarmup, WarmUp
 from transport import PeerLost, PeerUnknown, ReadStats, TransportError
 
 log = logging.getLogger(__name__)
@@ -101,32 +104,23 @@ class Measured:
         )
 
 
-@dataclass(slots=True, eq=False)
-class PullEntry:
-    """A request: its machine, its lender, and what is in flight for it.
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestPull(PeerPull):
+    """The pull of a request, of what its ticket names.
 
     Attributes:
-        plan: or why there is none.
-        gaps: what the plan leaves of our blocks.
-        reading: reads that have not settled.
-        alarm: when the entry is looked at, at the latest.
         is_awaited: whether the engine hears what comes of the claim; ``told``: the state it knows.
     """
+
+    is_requested: ClassVar[bool] = True
 
     request: str
     reader: Reader
     ticket: Ticket
     digest: bytes
-    machine: Pull
-    peer: Peer
     measured: Measured
     need: Need | None = None
-    plan: Plan | str | None = None
-    gaps: Gaps = NO_GAPS
     verification: Verification | None = None
-    reading: int = 0
-    error: str | None = None
-    alarm: float | None = None
     is_awaited: bool = False
     told: PullState | None = None
 
@@ -153,7 +147,7 @@ class PullEntry:
         return ClaimOutcome(self.request, reader.pull, reader.rank, pull.reason)
 
     def make_plan(self, clock: Callable[[], float]) -> None:
-        """Plan the reads; what is wrong with them is kept instead."""
+        """As :meth:`pdconn.puller.peers.PeerPull.make_plan`."""
         pairing = self.peer.pairing
         assert pairing is not None
         assert self.need is not None
@@ -167,14 +161,6 @@ class PullEntry:
             known = self.measured
             known.moved, known.begins = plan.moved, plan.begins
             known.plan_began, known.plan_s = began, clock() - began
-
-    def settled(self, result: ReadSettled) -> list[Effect]:
-        """One of the reads is over; the machine hears of the last one."""
-        self.reading -= 1
-        self.measured.add(result.settled.stats)
-        if (error := result.settled.error) is not None:
-            self.error = self.error or f"{type(error).__name__}: {error}"
-        return [] if self.reading else self.machine.settled(self.error, result.at)
 
     def heard_checksum(self, theirs: Checksum, now: float, counts: Counter[str]) -> list[Effect]:
         """The lender has told a checksum.
@@ -217,18 +203,18 @@ class PullAlarms:
     the next to ring, which costs less than to find it in the heap before.
     """
 
-    def __init__(self, entries: Mapping[str, PullEntry]) -> None:
+    def __init__(self, entries: Mapping[str, PeerPull]) -> None:
         self._entries = entries
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def set(self, entry: PullEntry) -> None:
+    def set(self, entry: PeerPull) -> None:
         """Tick the entry at its machine's deadline, or sooner."""
         deadline = entry.machine.next_deadline()
         if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
-            heapq.heappush(self._heap, (deadline, entry.reader.pull))
+            heapq.heappush(self._heap, (deadline, entry.pull))
             entry.alarm = deadline
 
     def first(self) -> float | None:
@@ -236,7 +222,7 @@ class PullAlarms:
         entry = self._next()
         return None if entry is None else entry.alarm
 
-    def due(self, now: float) -> list[PullEntry]:
+    def due(self, now: float) -> list[PeerPull]:
         """Take the entries to tick at ``now``; their alarms are over."""
         due = []
         while (entry := self._next()) is not None and self._heap[0][0] <= now:
@@ -245,7 +231,7 @@ class PullAlarms:
             due.append(entry)
         return due
 
-    def _next(self) -> PullEntry | None:
+    def _next(self) -> PeerPull | None:
         """The entry whose alarm rings first, after what would ring for nothing is dropped."""
         while self._heap:
             at, pull = self._heap[0]
@@ -298,13 +284,13 @@ class Pulls:
         self._post = post
         self._patience = patience
         self._clock = clock
-        self._entries: dict[str, PullEntry] = {}
-        self._by_pull: dict[str, PullEntry] = {}
+        self._entries: dict[str, RequestPull] = {}
+        self._by_pull: dict[str, PeerPull] = {}
         self._alarms = PullAlarms(self._by_pull)
-        self.unplanned: deque[PullEntry] = deque()
+        self.unplanned: deque[RequestPull] = deque()
         self.peers = PeerTable(me.engine_id, me.pair, post, dialer, max_peers)
         self.warmup = PeerWarmup(
-            me, warm_up or WarmUp(), self.peers, post, patience=patience, clock=clock
+            me, warm_up or WarmUp(), self.peers, patience=patience, clock=clock
         )
         self._verifier = Verifier(me, verify)
         self.reports: list[Report] = []
@@ -312,7 +298,7 @@ class Pulls:
 
     @property
     def num_open(self) -> int:
-        """Requests that are still in some table; 0 when all is quiet."""
+        """Entries of the tables of pulls; 0 when all is quiet."""
         return len(self._entries) + len(self._by_pull)
 
     def apply(self, command: Command) -> None:
@@ -328,29 +314,37 @@ class Pulls:
                 self._perform(entry, entry.machine.abandon("it took too long", self._clock()))
         elif isinstance(command, CompareAnew):
             self.peers.compare_anew(replace(self._me, traits=command.traits).pair)
+            for peer in self.peers:
+                self._forget_peer_if_idle(peer)
         else:
             self._cancel(command.request)
         self._drain()
 
     def _claim(self, command: ClaimTicket) -> None:
         request, ticket, now = command.request, command.ticket, self._clock()
-        peer = self.peers.to(PeerKey.of(ticket))
-        entry = PullEntry(
-            request,
-            Reader(command.pull, self._me.rank, self._me.of),
-            ticket,
-            ticket.digest(),
-            Pull(self._patience, now, verify=self._verifier.is_on),
-            peer,
-            Measured(claimed=now),
+        entry = self._entries[request] = RequestPull(
+            pull=command.pull,
+            machine=Pull(self._patience, now, verify=self._verifier.is_on),
+            peer=self.peers.to(PeerKey.of(ticket)),
+            request=request,
+            reader=Reader(command.pull, self._me.rank, self._me.of),
+            ticket=ticket,
+            digest=ticket.digest(),
+            measured=Measured(claimed=now),
             is_awaited=command.is_awaited,
         )
-        self._entries[request] = self._by_pull[command.pull] = entry
-        peer.pulls[command.pull] = None
+        self._begin(entry)
+
+    def _begin(self, entry: PeerPull) -> None:
+        """Have the pull go on with its lender from where that stands."""
+        peer = entry.peer
+        self._by_pull[entry.pull] = peer.pulls[entry.pull] = entry
         if peer.state is PeerState.READY:
             self._greeted(entry)
-        else:
-            self._alarms.set(entry)
+            return
+        if peer.welcome is not None:
+            entry.machine.welcomed(self._clock())
+        self._alarms.set(entry)
 
     def _start_read(self, command: ReadBlocks) -> None:
         entry, now = self._entries.get(command.request), self._clock()
@@ -401,42 +395,39 @@ class Pulls:
             elif peer.state is PeerState.CLOSED:
                 continue  # its PeerClosed comes later
             elif isinstance(event, PeerWelcomed):
-                for entry in self._using(peer):
+                for entry in _pulls_from(peer):
                     self._perform(entry, entry.machine.welcomed(self._clock()))
-                if peer in self.warmup.followed:
-                    self.warmup.welcomed(peer)
             else:
-                for entry in self._using(peer):
+                for entry in _pulls_from(peer):
                     self._greeted(entry)
-                if peer in self.warmup.followed:
-                    self.warmup.ready(peer)
 
-    def _greeted(self, entry: PullEntry) -> None:
-        """Claim what the ticket names, if the lender can have such blocks at all."""
-        pairing = entry.peer.pairing
-        assert pairing is not None
-        try:
-            check_blocks(entry.ticket.blocks, pairing.lent_num_blocks)
-        except TicketError as error:
-            self._perform(entry, entry.machine.fail(str(error), self._clock()))
-            return
-        if entry.need is not None:
-            self.unplanned.append(entry)
+    def _greeted(self, entry: PeerPull) -> None:
+        """Claim what a ticket names, if the lender can have such blocks at all."""
+        if isinstance(entry, RequestPull):
+            pairing = entry.peer.pairing
+            assert pairing is not None
+            try:
+                check_blocks(entry.ticket.blocks, pairing.lent_num_blocks)
+            except TicketError as error:
+                self._perform(entry, entry.machine.fail(str(error), self._clock()))
+                return
+            if entry.need is not None:
+                self.unplanned.append(entry)
         self._perform(entry, entry.machine.greeted(self._clock()))
 
     def _closed(self, peer: Peer) -> None:
         """Fail what waits for the peer, and what is being read: nothing can confirm it."""
-        for entry in self._using(peer):
-            self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
+        for entry in _pulls_from(peer):
+            if entry.is_requested:
+                self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
             reason = f"{peer.key}: {peer.reason}"
             self._perform(entry, entry.machine.fail(reason, self._clock(), tell=False))
-        if peer in self.warmup.followed:
-            self.warmup.closed(peer)
+        self.warmup.lender_closed(peer)
         self._forget_peer_if_idle(peer)
 
     def _replied(self, peer: Peer, message: PullReply) -> None:
-        entry = self._by_pull.get(message.pull)
-        if entry is None or entry.peer is not peer:
+        entry = peer.pulls.get(message.pull)
+        if not isinstance(entry, RequestPull):
             return
         now = self._clock()
         if isinstance(message, messages.Granted):
@@ -465,20 +456,21 @@ class Pulls:
     def tick(self, now: float) -> None:
         """Tick the machines whose time has come."""
         if self.warmup.alarm is not None and self.warmup.alarm <= now:
-            self.warmup.tick(now)
+            for pull in self.warmup.begin_due(now):
+                self._begin(pull)
         due = self._alarms.due(now)
         for peer in dict.fromkeys(entry.peer for entry in due if self._tick(entry, now)):
-            for entry in self._using(peer):
+            for entry in _pulls_from(peer):
                 if effects := entry.machine.renew_along(now):
                     self._perform(entry, effects)
         self._drain()
 
-    def _tick(self, entry: PullEntry, now: float) -> bool:
+    def _tick(self, entry: PeerPull, now: float) -> bool:
         """Returns whether the entry renews its claim."""
         was, effects = entry.machine.state, entry.machine.tick(now)
         renews = any(isinstance(effect, machine.SendRenew) for effect in effects)
         self._perform(entry, effects)
-        is_over = entry.machine.state in ENDED
+        is_over = entry.is_requested and entry.machine.state in ENDED
         if is_over and was is PullState.GREETING:
             self.peers.close(entry.peer, "no greeting in time")
         elif is_over and was in (PullState.CLAIMING, PullState.CONFIRMING):
@@ -491,45 +483,56 @@ class Pulls:
         tag = result.tag
         if isinstance(result, Connected):
             self.peers.connected(result)
-        elif isinstance(tag, ProbeRead):
-            assert isinstance(result, ReadSettled)
-            self.warmup.probed(tag, result)
+        elif isinstance(result, Summed):
+            assert isinstance(tag, RequestPull)
+            self._perform(tag, tag.summed(result, self._clock(), self.counts))
         else:
-            assert isinstance(tag, PullEntry)
-            if isinstance(result, Summed):
-                self._perform(tag, tag.summed(result, self._clock(), self.counts))
-            else:
-                self._settled(tag, result)
+            assert isinstance(tag, PeerPull)
+            self._settled(tag, result)
         self._drain()
 
-    def _settled(self, entry: PullEntry, result: ReadSettled) -> None:
-        self._perform(entry, entry.settled(result))
-        if isinstance(error := result.settled.error, PeerLost | PeerUnknown):
-            # Its side channel may be alive and well: say what is due before hanging up.
-            self.peers.flush(entry.peer)
-            self.peers.close(entry.peer, str(error))
-        self._forget_peer_if_idle(entry.peer)
+    def _settled(self, entry: PeerPull, result: ReadSettled) -> None:
+        """One of the reads is over; the machine hears of the last one."""
+        peer, error = entry.peer, result.settled.error
+        entry.reading -= 1
+        if isinstance(entry, RequestPull):
+            entry.measured.add(result.settled.stats)
+        if error is not None:
+            entry.error = entry.error or f"{type(error).__name__}: {error}"
+        if not entry.reading:
+            self._perform(entry, entry.machine.settled(entry.error, result.at))
+        if isinstance(error, PeerLost | PeerUnknown):
+            if entry.is_requested:
+                # Its side channel may be alive and well: say what is due before hanging up.
+                self.peers.flush(peer)
+                self.peers.close(peer, str(error))
+            else:
+                self.peers.retire(peer, str(error))  # requests that use it judge for themselves
+        self._forget_peer_if_idle(peer)
 
-    def _perform(self, entry: PullEntry, effects: list[Effect]) -> None:
+    def _perform(self, entry: PeerPull, effects: list[Effect]) -> None:
         """Perform ``effects`` and those that they lead to; then forget the entry if it is over."""
         while effects:
             following: list[Effect] = []
             for effect in effects:
                 following += self._perform_one(entry, effect)
             effects = following
-        if (outcome := entry.claim_outcome()) is not None:
+        if isinstance(entry, RequestPull) and (outcome := entry.claim_outcome()) is not None:
             self.reports.append(outcome)
         if entry.machine.state in ENDED:
             self._forget_if_over(entry)
         else:
             self._alarms.set(entry)
 
-    def _perform_one(self, entry: PullEntry, effect: Effect) -> list[Effect]:
+    def _perform_one(self, entry: PeerPull, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""
-        if isinstance(effect, ToLender):
-            self._say(entry, entry.message(effect))
-        elif isinstance(effect, machine.StartRead):
+        if isinstance(effect, machine.StartRead):
             return self._read(entry)
+        if isinstance(entry, PagePull):
+            return self.warmup.perform(entry, effect)
+        assert isinstance(entry, RequestPull)
+        if isinstance(effect, ToLender):
+            self.peers.queue_messages(entry.peer, [entry.message(effect)])
         elif isinstance(effect, machine.AskChecksums):
             return self._verify(entry)
         elif isinstance(effect, machine.ReportReceived):
@@ -540,16 +543,11 @@ class Pulls:
             self.reports.append(Released(entry.request))
         return []
 
-    def _say(self, entry: PullEntry, message: FromReader) -> None:
-        if entry.peer.state is not PeerState.CLOSED:
-            entry.peer.outgoing.append(message)
-            self.peers.unsent[entry.peer] = None
-
     def _report_failed(self, request: str, reason: str, quarantined: bool = False) -> None:
         log.warning("pdconn: pull of %s failed: %s", request, reason)
         self.reports.append(FailedPull(request, reason, quarantined))
 
-    def _read(self, entry: PullEntry) -> list[Effect]:
+    def _read(self, entry: PeerPull) -> list[Effect]:
         if entry.plan is None:
             entry.make_plan(self._clock)
         if not isinstance(entry.plan, Plan):
@@ -563,37 +561,40 @@ class Pulls:
             gaps = NO_GAPS  # the first read fills them
         return entry.machine.settled(None, self._clock()) if not reads else []
 
-    def _verify(self, entry: PullEntry) -> list[Effect]:
+    def _verify(self, entry: RequestPull) -> list[Effect]:
         """Have both sides sum what was read."""
         assert entry.need is not None
         try:
             begun = entry.verification = self._verifier.begin(entry.peer, entry.ticket, entry.need)
         except CannotVerify as error:
             return entry.unverified(str(error), self._clock(), self.counts)
-        entry.peer.outgoing += begun.requests(entry.ticket.request_id, entry.reader)
-        self.peers.unsent[entry.peer] = None
+        asked = begun.requests(entry.ticket.request_id, entry.reader)
+        self.peers.queue_messages(entry.peer, asked)
         self._post(Sum(entry, begun.expected))
         return []
 
-    def _forget_if_over(self, entry: PullEntry, even_if_unasked: bool = False) -> None:
+    def _forget_if_over(self, entry: PeerPull, even_if_unasked: bool = False) -> None:
         """Drop an entry that is reported.  One that failed unasked waits for the asking."""
         if entry.machine.state not in ENDED or not (entry.machine.wanted or even_if_unasked):
             return
-        if self._entries.get(entry.request) is entry:
+        if isinstance(entry, RequestPull) and self._entries.get(entry.request) is entry:
             del self._entries[entry.request]
-        self._by_pull.pop(entry.reader.pull, None)
-        entry.peer.pulls.pop(entry.reader.pull, None)
+        self._by_pull.pop(entry.pull, None)
+        entry.peer.pulls.pop(entry.pull, None)
         self._forget_peer_if_idle(entry.peer)
 
     def _forget_peer_if_idle(self, peer: Peer) -> None:
-        if peer.retired and not peer.pulls:
+        if peer.retired and not peer.is_needed:
             self.peers.flush(peer)
             self.peers.close(peer, "no pull uses it any more")
-        if peer.state is PeerState.CLOSED and not any(entry.reading for entry in self._using(peer)):
+        if peer.state is PeerState.CLOSED and not any(
+            entry.reading and entry.is_requested for entry in peer.pulls.values()
+        ):
             self.peers.forget(peer)
 
-    def _using(self, peer: Peer) -> Iterator[PullEntry]:
-        """The peer's pulls; what ends one of them may end others on the way."""
-        for pull in list(peer.pulls):
-            if (entry := self._by_pull.get(pull)) is not None:
-                yield entry
+
+def _pulls_from(peer: Peer) -> Iterator[PeerPull]:
+    """The peer's pulls; what ends one of them may end others on the way."""
+    for name in list(peer.pulls):
+        if (pull := peer.pulls.get(name)) is not None:
+            yield pull

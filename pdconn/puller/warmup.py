@@ -1,35 +1,107 @@
-"""Warm-up: lenders are greeted, connected and read from before the first request for them.
+"""Warm-up: pulls of a page that no request needs, so that a request's pull finds its lender known.
 
-What is due when is decided in :mod:`pdconn.puller.warmup_state`; here it is done, with the
-peers that pulls use, so a request that comes meanwhile joins what was begun.
+::
 
-A warm-up costs others nothing.  It makes no room for itself among the peers, never closes
-one that a pull uses, and what it reads goes to a page that holds nothing: the first bytes of
-a lender's registered memory, which need no lease, since they are not used.  A probe read
-that hangs is left alone, and its place is not read from again before it ended.
+    timer ── due ──► PagePull ── greeting, connection, read: as every pull ──► warm
+      ▲                 │                                                       │
+      └───── pause ─────┴── failed, for any reason           lender closed ─────┘
+
+A page's pull runs through the machine, the peers and the reader of all pulls, so a request that
+comes meanwhile joins what was begun.  Three things are its own:
+
+- It knows a place, not the boot that lends there: the greeting asks for any, and the answer names
+  one.  A boot that ends takes its connection along, and the timer finds the next one.
+- It reads the first bytes of each region of the lender's memory into a page that holds nothing.
+  Nobody uses those bytes, so nothing needs to be lent: the claim is granted here, not by the
+  lender, and so is the confirmation.
+- It costs requests nothing.  It makes no room for itself among the peers, never closes one that
+  a request uses, and fails without a report.  A page is not read into by two pulls of one place:
+  where a read hangs, the next pull fails until that read has settled.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any, ClassVar
 
 import numpy as np
 
-from pdconn.lifecycle.peer import PeerState
-from pdconn.lifecycle.pull import Patience
-from pdconn.puller.peers import Peer, PeerTable, Rank
-from pdconn.puller.reads import Job, Read, ReadSettled
-from pdconn.puller.warmup_state import Pauses, Place, PlaceWarmup, WarmupState, WarmupStep
+from pdconn.lifecycle import pull as machine
+from pdconn.lifecycle.pull import Effect, Patience, Pull
+from pdconn.planning.plan import Moved, Plan
+from pdconn.puller.peers import Peer, PeerPull, PeerTable, Rank
 from registration.references import KVCacheReferences
-from transport import Memory, PeerId, PeerLost, PeerUnknown, Spans, TransportError
+from transport import Memory, Spans, TransportError
 
 log = logging.getLogger(__name__)
 
-MAX_PROBED = 64
-"""Regions of one rank that a probe read reaches; each gets its part of the page."""
+MAX_WARM_PEERS = 256
+"""Places that one engine may be told to warm."""
+
+MAX_REGIONS = 64
+"""Regions of one rank that a page's pull reads; each gets its part of the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine may lend: the host and port that its tickets name."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: object) -> Place:
+        """From ``host:port``, or ``[v6 address]:port``.
+
+        Raises:
+            ValueError: saying what was expected.
+        """
+        if isinstance(text, str):
+            host, colon, port = text.rpartition(":")
+            if host.startswith("[") and host.endswith("]"):
+                host = host[1:-1]
+            elif ":" in host:
+                host = ""  # which of its colons comes before the port?
+            is_number = port.isascii() and port.isdecimal() and len(port) <= 5
+            if host and host.isprintable() and colon and is_number and 0 < int(port) < 65536:
+                return cls(host, int(port))
+        raise ValueError('"host:port" with a port from 1 to 65535, like "10.0.0.1:5600"')
+
+
+def parse_places(listed: Any) -> tuple[Place, ...]:
+    """A list of places, each named once.
+
+    Raises:
+        ValueError: saying what was expected, and of which entry.
+    """
+    if not isinstance(listed, list) or len(listed) > MAX_WARM_PEERS:
+        raise ValueError(f'a list of at most {MAX_WARM_PEERS} "host:port"')
+    places: dict[Place, None] = {}
+    for number, text in enumerate(listed):
+        try:
+            place = Place.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{error}, as entry {number}") from None
+        if place in places:
+            raise ValueError(f"every place once, and entry {number} repeats {place}")
+        places[place] = None
+    return tuple(places)
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Seconds between two tries: ``first_s``, then twice as long each time, to ``longest_s``."""
+
+    first_s: float = 1.0
+    longest_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,225 +117,111 @@ class WarmUp:
     pauses: Pauses = field(default_factory=Pauses)
 
 
+class RetryTimer:
+    """When a place is tried again.
+
+    Args:
+        now: when it is tried first.
+        rng: pauses are drawn from the upper half of what they may be, or all ranks of all
+            engines would come back to a lender at once.
+        pauses: between tries.
+
+    Attributes:
+        due_at: None while a try is under way, or has succeeded.
+    """
+
+    def __init__(self, now: float, rng: Random, pauses: Pauses) -> None:
+        self.due_at: float | None = now
+        self._rng = rng
+        self._pauses = pauses
+        self._pause_s = pauses.first_s
+        self._lasts_since: float | None = None
+
+    def begin_try(self, now: float) -> bool:
+        """Whether the time has come; then a try is under way."""
+        if self.due_at is None or now < self.due_at:
+            return False
+        self.due_at = None
+        return True
+
+    def succeeded(self, now: float) -> None:
+        """The lender is warm, from ``now`` on."""
+        self._lasts_since = now
+
+    def failed(self, now: float) -> None:
+        """The try failed, or what it came to is lost: pause, ever longer.
+
+        A lender that was warm for long is tried again soon, one that comes and goes is not.
+        """
+        since, pauses = self._lasts_since, self._pauses
+        if since is not None and now - since >= pauses.longest_s:
+            self._pause_s = pauses.first_s
+        self._lasts_since = None
+        self.due_at = now + self._pause_s * self._rng.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, pauses.longest_s)
+
+
 @dataclass(slots=True, eq=False)
-class _Site:
-    """A place; ``peer`` is the lender there; ``reads`` are probe reads that are not over."""
+class WarmPlace:
+    """A place to keep warm.
+
+    Attributes:
+        reader: the pull that may still read into the page for this place.
+        is_known_cold: whether its failure has been logged since it was warm.
+    """
 
     place: Place
-    warmup: PlaceWarmup
-    peer: Peer | None = None
-    reads: int = 0
+    timer: RetryTimer
+    reader: PagePull | None = None
     is_known_cold: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProbeRead:
-    """The tag of a read that no request waits for."""
-
-    site: _Site
-    peer: Peer
-
-
-class PeerWarmup:
-    """Keeps the lenders at some places warm, for one decode rank.
-
-    Args:
-        me: the rank; its own engine is not warmed.
-        warm_up: the lenders to warm.
-        peers: those that pulls use; its owner passes on its events.
-        post: gives a read to the reader.
-        patience: as pulls have it with lenders.
-        clock: seconds that never go back.
+@dataclass(slots=True, eq=False, kw_only=True)
+class PagePull(PeerPull):
+    """A pull of the first bytes of a lender's regions into ``scratch``, or of nothing without it.
 
     Attributes:
-        followed: the places by the peers that they are warmed through; nothing that happens
-            to another peer matters here.
-        alarm: when :meth:`tick` is to be called, or None when only an event can matter.
+        is_blocked: an earlier pull of the place still reads.
     """
 
-    def __init__(
-        self,
-        me: Rank,
-        warm_up: WarmUp,
-        peers: PeerTable,
-        post: Callable[[Job], None],
-        *,
-        patience: Patience,
-        clock: Callable[[], float],
-    ) -> None:
-        self._engine_id = me.engine_id
-        self._scratch = warm_up.scratch
-        self._peers = peers
-        self._post = post
-        self._clock = clock
-        now, rng = clock(), Random(f"{me.engine_id}/{me.rank}")  # spreads the ranks' tries
-        self._sites = [
-            _Site(place, PlaceWarmup(patience.claim_s, patience.read_s, now, rng, warm_up.pauses))
-            for place in warm_up.places
-        ]
-        self.followed: dict[Peer, _Site] = {}
-        self.alarm: float | None = now if self._sites else None
+    is_requested: ClassVar[bool] = False
 
-    @property
-    def num_warm(self) -> int:
-        """Places whose lender is warm now."""
-        return sum(site.warmup.state is WarmupState.WARM for site in self._sites)
+    place: WarmPlace
+    scratch: Memory | None
+    is_blocked: bool = False
 
-    @property
-    def num_open(self) -> int:
-        """Peers and reads that we keep track of; bounded by places and ranks."""
-        return len(self.followed) + sum(site.reads for site in self._sites)
-
-    def tick(self, now: float) -> None:
-        """Do what is due at :attr:`alarm`."""
-        for site in self._sites:
-            self._do(site, site.warmup.tick(now))
-        self._set_alarm()
-
-    # What happened to peers
-
-    def welcomed(self, peer: Peer) -> None:
-        """A peer has answered a greeting."""
-        self._advance(peer, WarmupState.GREETING, "welcomed")
-
-    def ready(self, peer: Peer) -> None:
-        """A peer's ranks are connected."""
-        self._advance(peer, WarmupState.CONNECTING, "ready")
-
-    def closed(self, peer: Peer) -> None:
-        """A peer is of no use any more; its place rests, and is greeted again."""
-        site = self.followed[peer]
-        known = self._peers.get(peer.key)
-        if site.warmup.state is not WarmupState.GREETING:
-            self._lost(site, peer.reason)
-        elif peer.key.engine_id == self._engine_id:
-            self._skip(site)
-        elif known is not None:  # a pull has dialled the same boot meanwhile
-            self._unfollow(site)
-            self._follow(site, known)
-        else:
-            self._lost(site, peer.reason)
-
-    def probed(self, probe: ProbeRead, answer: ReadSettled) -> None:
-        """A probe read is over."""
-        site, error = probe.site, answer.settled.error
-        site.reads -= 1
-        if site.peer is not probe.peer or site.warmup.state is not WarmupState.PROBING:
+    def make_plan(self, clock: Callable[[], float]) -> None:
+        """Plan a read from each of the lender's ranks that requests read from."""
+        earlier = self.place.reader
+        if earlier is not None and earlier.reading:
+            self.is_blocked, self.plan = True, "an earlier read of its page is not over"
             return
-        if error is not None:
-            self._unfollow(site)
-            if isinstance(error, PeerLost | PeerUnknown) or not probe.peer.pulls:
-                self._leave(probe.peer, f"probe read: {error}")
-            self._lost(site, f"probe read: {error}")
-        elif not site.reads:
-            self._is_warm(site)
-
-    # What is to be done
-
-    def _advance(self, peer: Peer, state: WarmupState, event: str) -> None:
-        site = self.followed[peer]
-        if site.warmup.state is state:
-            self._enter(site, event)
-
-    def _enter(self, site: _Site, event: str) -> None:
-        self._do(site, site.warmup.enter(event, self._clock()))
-        self._set_alarm()
-
-    def _do(self, site: _Site, steps: Sequence[WarmupStep]) -> None:
-        for step in steps:
-            if step is WarmupStep.GREET:
-                self._follow(site, self._peers.to_place(site.place.host, site.place.port))
-            elif step is WarmupStep.PROBE:
-                self._probe(site)
-            else:
-                peer = self._unfollow(site)
-                if peer is not None:
-                    self._leave(peer, "no answer in time to a warm-up")
-
-    def _follow(self, site: _Site, peer: Peer) -> None:
-        """Go on with ``peer`` from where it stands: a pull may have greeted it already."""
-        if peer.key.engine_id == self._engine_id:
-            self._skip(site)
-            return
-        site.peer = peer
-        self.followed[peer] = site
-        if peer.welcome is not None and peer.state is not PeerState.CLOSED:
-            self._enter(site, "welcomed")
-            if peer.state is PeerState.READY:
-                self._enter(site, "ready")
-
-    def _unfollow(self, site: _Site) -> Peer | None:
-        peer, site.peer = site.peer, None
-        if peer is not None:
-            self.followed.pop(peer, None)
-        return peer
-
-    def _skip(self, site: _Site) -> None:
-        log.info("pdconn: warm_peers: this engine itself is not warmed: place=%s", site.place)
-        self._unfollow(site)
-        self._enter(site, "ourselves")
-
-    def _lost(self, site: _Site, reason: str) -> None:
-        """Try again later.  Only the first of several failures in a row is logged at INFO."""
-        level = logging.DEBUG if site.is_known_cold else logging.INFO
-        log.log(level, "pdconn: %s is not warm: %s; trying again", site.place, reason)
-        site.is_known_cold = True
-        self._unfollow(site)
-        self._enter(site, "lost")
-
-    def _leave(self, peer: Peer, reason: str) -> None:
-        """Close a peer that no pull uses; pulls that use it judge for themselves."""
-        if not peer.pulls:
-            self._peers.close(peer, reason)
-        elif peer.state is PeerState.READY:
-            self._peers.retire(peer, reason)
-
-    def _probe(self, site: _Site) -> None:
-        peer = site.peer
-        assert peer is not None
-        if self._scratch is None or not peer.ranks:
-            self._is_warm(site)
-        elif site.reads:
-            self._lost(site, "an earlier probe read is not over")
+        self.place.reader = self
+        try:
+            reads = tuple(self._page_reads())
+        except TransportError as error:
+            self.plan = f"{type(error).__name__}: {error}"
         else:
-            try:
-                reads = list(_probe_reads(self._scratch, peer))
-            except TransportError as error:
-                self._lost(site, f"probe read: {error}")
-                if not peer.pulls:
-                    self._leave(peer, f"probe read: {error}")
-                return
-            site.reads = len(reads)
-            for rank, spans in reads:
-                self._post(Read(ProbeRead(site, peer), rank, spans))
+            self.plan = Plan(reads, Moved(), sum(len(spans) for _, spans in reads))
 
-    def _is_warm(self, site: _Site) -> None:
-        assert site.peer is not None
-        log.info("pdconn: warm: %s", site.peer.key)
-        site.is_known_cold = False
-        self._enter(site, "probed")
-
-    def _set_alarm(self) -> None:
-        times = (site.warmup.next_deadline() for site in self._sites)
-        self.alarm = min((at for at in times if at is not None), default=None)
+    def _page_reads(self) -> Iterator[tuple[int, Spans]]:
+        welcome = self.peer.welcome
+        assert welcome is not None
+        if self.scratch is not None:
+            for rank in self.peer.ranks:
+                yield rank, page_spans(self.scratch, welcome.ranks[rank].references)
 
 
-def _probe_reads(scratch: Memory, peer: Peer) -> Iterator[tuple[PeerId, Spans]]:
-    assert peer.welcome is not None
-    for rank, connected in peer.ranks.items():
-        yield connected, probe_page(scratch, peer.welcome.ranks[rank].references)
-
-
-def probe_page(scratch: Memory, theirs: KVCacheReferences) -> Spans:
+def page_spans(scratch: Memory, theirs: KVCacheReferences) -> Spans:
     """A read of the first bytes of every region of ``theirs``, into ``scratch``.
 
-    Regions on another device than the first are left out, and those beyond ``MAX_PROBED``.
+    Regions on another device than the first are left out, and those beyond ``MAX_REGIONS``.
 
     Raises:
         BadSpans: a region where no memory can be.
     """
     memories = theirs.memories()
-    alike = [memory for memory in memories if memory.device == memories[0].device][:MAX_PROBED]
+    alike = [memory for memory in memories if memory.device == memories[0].device][:MAX_REGIONS]
     part = scratch.nbytes // len(alike)
     return Spans(
         np.arange(len(alike), dtype=np.uint64) * np.uint64(part) + np.uint64(scratch.base),
@@ -272,3 +230,118 @@ def probe_page(scratch: Memory, theirs: KVCacheReferences) -> Spans:
         scratch.device,
         alike[0].device,
     )
+
+
+class PeerWarmup:
+    """Keeps the lenders at some places warm, for one decode rank.
+
+    Args:
+        me: the rank; its own engine is not warmed.
+        warm_up: the lenders to warm.
+        peers: those that requests' pulls use; its owner passes on which of them are closed.
+        patience: as requests' pulls have it with lenders.
+        clock: seconds that never go back.
+
+    Attributes:
+        warm: the places that are warm, by the lender there.
+        alarm: when :meth:`begin_due` is to be called, or None when only an event can matter.
+    """
+
+    def __init__(
+        self,
+        me: Rank,
+        warm_up: WarmUp,
+        peers: PeerTable,
+        *,
+        patience: Patience,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine_id = me.engine_id
+        self._scratch = warm_up.scratch
+        self._peers = peers
+        self._patience = patience
+        self._clock = clock
+        now, rng = clock(), Random(f"{me.engine_id}/{me.rank}")  # spreads the ranks' tries
+        self._places = [
+            WarmPlace(place, RetryTimer(now, rng, warm_up.pauses)) for place in warm_up.places
+        ]
+        self._numbers = itertools.count()
+        self.warm: dict[Peer, WarmPlace] = {}
+        self.alarm: float | None = now if self._places else None
+
+    def begin_due(self, now: float) -> list[PagePull]:
+        """The pulls that begin at ``now``."""
+        begun = []
+        for place in self._places:
+            if place.timer.begin_try(now):
+                peer = self._peers.to_place(place.place.host, place.place.port)
+                if peer.key.engine_id == self._engine_id:
+                    self._leave_out(place)
+                else:
+                    begun.append(self._begin(place, peer, now))
+        self._set_alarm()
+        return begun
+
+    def perform(self, pull: PagePull, effect: Effect) -> list[Effect]:
+        """Do what the machine of ``pull`` asks for besides reading; what it asks for next."""
+        now = self._clock()
+        if isinstance(effect, machine.SendClaim):
+            return pull.machine.granted(effect.seq, math.inf, now)
+        if isinstance(effect, machine.SendConfirm):
+            return pull.machine.confirmed(effect.seq)
+        if isinstance(effect, machine.ReportReceived):
+            self._received(pull, now)
+        elif isinstance(effect, machine.ReportFailed):
+            self._failed(pull, effect.reason, now)
+        if pull.place.reader is pull and not pull.reading:
+            pull.place.reader = None
+        return []
+
+    def lender_closed(self, peer: Peer) -> None:
+        """``peer`` is of no use any more."""
+        place = self.warm.pop(peer, None)
+        if place is not None:
+            self._pause(place, peer.reason, self._clock())
+
+    def _begin(self, place: WarmPlace, peer: Peer, now: float) -> PagePull:
+        pull = PagePull(
+            pull=f"warm-up {next(self._numbers)} of {place.place}",
+            machine=Pull(self._patience, now),
+            peer=peer,
+            place=place,
+            scratch=self._scratch,
+        )
+        pull.machine.want(now)
+        return pull
+
+    def _received(self, pull: PagePull, now: float) -> None:
+        log.info("pdconn: warm: %s", pull.peer.key)
+        pull.place.is_known_cold = False
+        pull.place.timer.succeeded(now)
+        self.warm[pull.peer] = pull.place
+
+    def _failed(self, pull: PagePull, reason: str, now: float) -> None:
+        peer = pull.peer
+        if peer.key.engine_id == self._engine_id:
+            self._leave_out(pull.place)
+            return
+        if not peer.is_needed and not pull.is_blocked:
+            # A place that names a new boot at every greeting must not fill the table.
+            self._peers.close(peer, reason)
+        self._pause(pull.place, peer.reason or reason, now)
+
+    def _leave_out(self, place: WarmPlace) -> None:
+        """Never try the place again: it is ours."""
+        log.info("pdconn: warm_peers: this engine itself is not warmed: place=%s", place.place)
+
+    def _pause(self, place: WarmPlace, reason: str, now: float) -> None:
+        """Only the first of several failures in a row is logged at INFO."""
+        level = logging.DEBUG if place.is_known_cold else logging.INFO
+        log.log(level, "pdconn: %s is not warm: %s; trying again", place.place, reason)
+        place.is_known_cold = True
+        place.timer.failed(now)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        times = (place.timer.due_at for place in self._places)
+        self.alarm = min((at for at in times if at is not None), default=None)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
 from pdconn.puller.verification import Verify
-from pdconn.puller.warmup_state import Place, parse_places
+from pdconn.puller.warmup import Place, parse_places
 from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface
 from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.errors import StoreSettingError

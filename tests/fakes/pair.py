@@ -22,8 +22,7 @@ from pdconn.puller.commands import CancelPull, ClaimTicket, PullRecord, ReadBloc
 from pdconn.puller.peers import MAX_PEERS, Rank
 from pdconn.puller.thread import Puller, PullResults, Resolve
 from pdconn.puller.verification import Verify
-from pdconn.puller.warmup import WarmUp
-from pdconn.puller.warmup_state import Pauses, Place
+from pdconn.puller.warmup import Pauses, Place, WarmUp
 from pdconn.sidechannel.connection import resolve
 from pdconn.sidechannel.security import Security
 from registration.references import (

@@ -19,8 +19,7 @@ from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller, PullResults
 from pdconn.puller.verification import Verify
-from pdconn.puller.warmup import WarmUp
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place, WarmUp
 from registration.scratch import Scratch
 from tests.fakes.layouts import LAYOUTS
 from tests.gpu.bytes_on import BytesOn

@@ -14,7 +14,7 @@ from pdconn.lifecycle.pull import PullState
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, ReadBlocks
-from pdconn.puller.pulls import PullEntry
+from pdconn.puller.pulls import RequestPull
 from tests.fakes.pair import Pair
 from tests.threads.inside import num_open
 from transport.testing.inprocess.faults import Held
@@ -211,12 +211,12 @@ def test_a_puller_that_tells_grants_only_would_leave_its_engine_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control."""
-    honest = PullEntry.claim_outcome
+    honest = RequestPull.claim_outcome
 
-    def grants_only(entry: PullEntry) -> ClaimOutcome | None:
+    def grants_only(entry: RequestPull) -> ClaimOutcome | None:
         return None if entry.machine.state is PullState.FAILED else honest(entry)
 
-    monkeypatch.setattr(PullEntry, "claim_outcome", grants_only)
+    monkeypatch.setattr(RequestPull, "claim_outcome", grants_only)
     with Awaiting() as pair:
         pair.await_claim("d", _closed(pair, pair.lend("r")))
         pair.wait(lambda: pair.puller.take_counts().get("pulls_unreachable"))

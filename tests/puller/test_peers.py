@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 
 from pdconn.lifecycle.peer import PeerState
+from pdconn.lifecycle.pull import Patience, Pull
 from pdconn.protocol.messages import (
     FromLender,
     Granted,
@@ -18,6 +22,7 @@ from pdconn.puller.peers import (
     Peer,
     PeerClosed,
     PeerKey,
+    PeerPull,
     PeerReady,
     PeerReplied,
     PeerTable,
@@ -126,14 +131,25 @@ def test_our_own_engine_at_a_place_is_left_before_its_transport_is_connected() -
     assert len(table) == 0
 
 
-@pytest.mark.parametrize("used", [True, False], ids=["in use", "idle"])
-def test_a_place_takes_no_room_from_a_peer_and_a_ticket_takes_it_from_an_idle_one(
-    used: bool,
+@dataclass(slots=True, eq=False, kw_only=True)
+class Use(PeerPull):
+    """A pull of a request, or one that warms."""
+
+    is_requested: bool  # type: ignore[misc]
+
+    def make_plan(self, clock: Callable[[], float]) -> None:
+        del clock
+
+
+@pytest.mark.parametrize("by", ["a request", "a warm-up", "none"])
+def test_a_place_takes_no_room_from_a_peer_and_a_ticket_takes_it_from_one_that_no_request_uses(
+    by: str,
 ) -> None:
-    table = Table(max_peers=1)
+    table, used = Table(max_peers=1), by == "a request"
     first = table.to(KEY)
-    if used:
-        first.pulls["r"] = None
+    if by != "none":
+        machine = Pull(Patience(), 0.0)
+        first.pulls["r"] = Use(pull="r", machine=machine, peer=first, is_requested=used)
     place = table.to_place("p2", 5600)
     assert place.state is PeerState.CLOSED
     assert place.connection is None, "it was dialled"

@@ -10,13 +10,12 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Peer, Rank
-from pdconn.puller.pulls import Pulls
+from pdconn.puller.pulls import Pulls, RequestPull
 from pdconn.puller.read_queue import ChunkSizer
 from pdconn.puller.reads import Job, JobResult, ReadSettled, TransportJobs
 from pdconn.puller.thread import PullResults
 from pdconn.puller.verification import Verify
-from pdconn.puller.warmup import ProbeRead, WarmUp
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place, WarmUp
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedConnection
 from tests.simulation.memory import HEADS, Memory
@@ -125,8 +124,8 @@ class DecodeRank:
             pass
 
     def _answer(self, answer: JobResult) -> None:
-        if isinstance(answer, ReadSettled) and not isinstance(answer.tag, ProbeRead):
-            self.log.settled(answer.tag.request, self.clock(), self.world.now)  # type: ignore[attr-defined]
+        if isinstance(answer, ReadSettled) and isinstance(answer.tag, RequestPull):
+            self.log.settled(answer.tag.request, self.clock(), self.world.now)
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
     def _hear(self, answer: JobResult) -> None:

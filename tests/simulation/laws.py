@@ -20,7 +20,7 @@ from collections.abc import Collection
 
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import PullState
-from pdconn.puller.warmup import ProbeRead
+from pdconn.puller.warmup import PagePull
 from tests.simulation.decode import Decode, DecodeRank
 from tests.simulation.prefill import Prefill
 from tests.simulation.world import World
@@ -86,9 +86,9 @@ class Laws:
                 self._require(len(rank.reading) == 0, f"law 5: {decode.name} has open reads")
                 alarm = rank.pulls.next_deadline()
                 self._require(alarm is None, f"law 5: {decode.name} has alarms")
-                warmup, places = rank.pulls.warmup, len(rank.pulls.warmup._sites)
-                self._require(warmup.num_warm == places, f"law 5: {decode.name} is cold")
-                self._require(warmup.num_open == places, f"law 5: {decode.name} has probe reads")
+                warmup = rank.pulls.warmup
+                is_warm = len(warmup.warm) == len(warmup._places)
+                self._require(is_warm, f"law 5: {decode.name} is cold")
                 idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.peers)
                 self._require(idle, f"law 5: {decode.name} keeps unused peers")
                 known = {at for peer in rank.pulls.peers for at in peer.ranks.values()}
@@ -139,16 +139,20 @@ class Laws:
         """Law 5: a rank's pulls are requests', its peers and its reads are pulls'."""
         pulls, name = rank.pulls, decode.name
         entries, peers = set(pulls._entries.values()), list(pulls.peers)
-        uses = {(entry.peer, entry.request) for entry in entries}
-        used = {peer for peer, _ in uses}
+        pages = {pull for pull in pulls._by_pull.values() if isinstance(pull, PagePull)}
+        uses = {(pull.peer, pull) for pull in (*entries, *pages)}
+        needed = {entry.peer for entry in entries}
         over = [peer for peer in peers if peer.state is PeerState.CLOSED or peer.retired]
-        listed = [(peer, request) for peer in peers for request in peer.pulls]
+        listed = [(peer, pull) for peer in peers for pull in peer.pulls.values()]
         self._subset(pulls._entries, decode.requests, f"{name} has pulls of no request")
-        self._subset(pulls._by_pull.values(), entries, f"{name} awaits answers to no pull")
-        reads = [tag for tag in rank.reading.tags if not isinstance(tag, ProbeRead)]
-        self._subset(reads, entries, f"{name} has reads of no pull")
+        self._subset(pulls._by_pull.values(), entries | pages, f"{name} has alarms of no pull")
+        self._subset(rank.reading.tags, entries | pages, f"{name} has reads of no pull")
         self._subset(listed, uses, f"{name} has peers with pulls that are none")
-        self._subset(over, used, f"{name} has peers that are over")
+        self._subset(over, needed, f"{name} has peers that are over")
+        begun = [page for page in pages if page.machine.state is not PullState.QUARANTINED]
+        tried = {place for place in pulls.warmup._places if place.timer.due_at is None}
+        self._subset([page.place for page in begun], tried, f"{name} warms what is not tried")
+        self._require(len({page.place for page in begun}) == len(begun), f"{name} warms twice")
         unsent = {peer for peer in peers if peer.outgoing}
         self._subset(unsent, pulls.peers.unsent, f"{name} has messages that nothing sends")
         self._subset(pulls.peers.unsent, unsent, f"{name} has peers with no message to send")

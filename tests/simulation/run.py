@@ -41,7 +41,7 @@ def simulate(
         world.at(start, lambda number=number: _ask(world, number, prefills, decodes))
     world.run()
     laws.hold_at_the_end()
-    warm = [rank.pulls.warmup.num_warm for decode in decodes for rank in decode.ranks]
+    warm = [len(rank.pulls.warmup.warm) for decode in decodes for rank in decode.ranks]
     world.counts["warm"] = sum(warm)
     return world.counts
 

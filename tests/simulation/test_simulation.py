@@ -22,7 +22,7 @@ from pdconn.lifecycle.lease import Denied, FreedLease, Lease, LeaseState, LeaseT
 from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.protocol.messages import Reader
 from pdconn.puller.commands import ClaimOutcome, FailedPull
-from pdconn.puller.pulls import PullEntry, Pulls
+from pdconn.puller.pulls import Pulls, RequestPull
 from tests.fakes.credulous import without_confirmation, without_deadline, without_leases
 from tests.simulation.awaiting import AwaitingDecode
 from tests.simulation.decode import Decode
@@ -131,12 +131,12 @@ def test_without_faults_every_awaited_claim_is_promised_and_received() -> None:
 def test_a_rank_that_does_not_tell_of_a_failed_claim_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = PullEntry.claim_outcome
+    real = RequestPull.claim_outcome
 
-    def silent(self: PullEntry) -> ClaimOutcome | None:
+    def silent(self: RequestPull) -> ClaimOutcome | None:
         return None if self.machine.state is PullState.FAILED else real(self)
 
-    monkeypatch.setattr(PullEntry, "claim_outcome", silent)
+    monkeypatch.setattr(RequestPull, "claim_outcome", silent)
     with pytest.raises(LawBroken, match="law 5"):
         simulate(0, 200, Chances(crash=0.03, cancel=0.0), kind=AwaitingDecode)
 

@@ -41,7 +41,7 @@ def num_peers(puller: Puller) -> int:
 
 def num_warm(puller: Puller) -> int:
     """Lenders of the warm-up that are warm."""
-    return pulls_of(puller).warmup.num_warm
+    return len(pulls_of(puller).warmup.warm)
 
 
 def reads_of(puller: Puller) -> int:

@@ -31,8 +31,7 @@ from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Rank
 from pdconn.puller.thread import Puller
-from pdconn.puller.warmup import WarmUp
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place, WarmUp
 from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import Workload, extent, placed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place
 from pdconn.vllm.config import ConfigError, read_settings
 
 

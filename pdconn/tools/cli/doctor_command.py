@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetSource, WatchedFile, parse_source

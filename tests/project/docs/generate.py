@@ -44,7 +44,7 @@ _PART = re.compile(
 
 #: Packages in the order of a pull, and then the rest; everything below one is listed with it.
 PACKAGES = (
-    "pdconn/vllm", "pdconn/lender", "pdconn/puller", "pdconn/rehearsal",
+    "pdconn/vllm", "pdconn/lender", "pdconn/puller",
     "pdconn/sidechannel", "pdconn/lifecycle",
     "pdconn/planning", "pdconn/protocol", "pdconn/integrity", "registration", "transport",
     "pdconn/store", "pdconn/router", "pdconn/faults", "pdconn/tools/plan", "pdconn/tools/cli",

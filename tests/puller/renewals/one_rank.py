@@ -19,12 +19,14 @@ from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Peer, Rank
 from pdconn.puller.pulls import Pulls
-from pdconn.puller.reads import Connect, Connected, Job, Read, ReadSettled
+from pdconn.puller.reads import Connect, Connected, Disconnect, Job, Read, ReadSettled
+from pdconn.puller.warmup import WarmUp
+from pdconn.sidechannel.connection import SideChannelLost
 from tests.fakes.pair import TRAITS, Cache
 from transport import PeerId, ReadStats, Settled
 
 BLOCKS = (BlockList(0, (1, 2, 3)),)
-CLAIM_S = 10.0
+CLAIM_S, READ_S, DRAIN_S = 10.0, 120.0, 5.0
 
 
 class ConnectionEnd:
@@ -39,11 +41,14 @@ class ConnectionEnd:
         self.sent: list[bytes] = []
         self.arrived: list[bytes] = []
         self.closed = False
+        self.is_lost = False
 
     def send(self, bodies: Iterable[bytes]) -> None:
         self.sent += bodies
 
     def receive(self) -> list[bytes]:
+        if self.is_lost:
+            raise SideChannelLost("closed by the peer")
         arrived, self.arrived = self.arrived, []
         return arrived
 
@@ -54,13 +59,18 @@ class ConnectionEnd:
 class OneRank:
     """The pulls of a rank, and lenders that say what the test wants; ``now`` is the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: WarmUp | None = None) -> None:
         self.now = 100.0
         self.memory = Cache("BHLNC", filled=False)
         self._jobs: list[Job] = []
         me = Rank("d", 0, 1, 0, self.memory.references, TRAITS)
         self.pulls = Pulls(
-            me, self, self._jobs.append, lambda: self.now, patience=Patience(claim_s=CLAIM_S)
+            me,
+            self,
+            self._jobs.append,
+            lambda: self.now,
+            patience=Patience(CLAIM_S, READ_S, DRAIN_S),
+            warm_up=warm_up,
         )
 
     def dial(self, peer: Peer) -> None:
@@ -76,10 +86,22 @@ class OneRank:
         """Have the reader read what is claimed."""
         self.pulls.apply(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
 
-    def settle(self) -> None:
-        """All reads that were posted have ended."""
+    def wait_s(self, seconds: float) -> None:
+        """Time passes, and the rank looks what is due."""
+        self.now += seconds
+        self.pulls.tick(self.now)
+        self.pulls.finish_turn()
+
+    def take_jobs(self) -> list[Job]:
+        """What the reader was asked for since the last call, and has not done."""
         jobs, self._jobs[:] = list(self._jobs), []
-        for job in jobs:
+        return jobs
+
+    def settle(self, jobs: Iterable[Job] | None = None) -> None:
+        """All reads that were posted have ended, or those of ``jobs``."""
+        for job in self.take_jobs() if jobs is None else jobs:
+            if isinstance(job, Disconnect):
+                continue
             assert isinstance(job, Read)
             self.pulls.handle(ReadSettled(job.tag, Settled(ReadStats(1, 1, 0.0, 0.0)), self.now))
 
@@ -93,15 +115,31 @@ class OneRank:
         peer.connection.arrived.append(encode(messages))
         self.pulls.serve(peer)
 
-    def greet(self, lender: str) -> None:
+    def greet(self, lender: str, engine_id: str | None = None) -> None:
         """The lender says what it is, and the transport reaches it."""
+        self.welcome(lender, engine_id)
+        self.connect(lender)
+
+    def welcome(self, lender: str, engine_id: str | None = None) -> None:
+        """The lender says what it is."""
         rank = RankGeometry(0, 0, b"address", self.memory.references)
-        self.hear(lender, Welcome.of(f"p{lender}", f"b{lender}", TRAITS, (rank,)))
-        jobs, self._jobs[:] = list(self._jobs), []
-        for job in jobs:
+        self.hear(lender, Welcome.of(engine_id or f"p{lender}", f"b{lender}", TRAITS, (rank,)))
+
+    def connect(self, lender: str) -> None:
+        """The transport reaches the lender."""
+        for job in self.take_jobs():
+            if isinstance(job, Disconnect):
+                continue
             assert isinstance(job, Connect)
             self.pulls.handle(Connected(job.tag, PeerId(lender), None))
         self.pulls.finish_turn()
+
+    def lose(self, lender: str) -> None:
+        """The connection to the lender has ended."""
+        end = self.peer(lender).connection
+        assert isinstance(end, ConnectionEnd)
+        end.is_lost = True
+        self.pulls.serve(self.peer(lender))
 
     def frames(self, lender: str) -> list[list[FromReader]]:
         """The messages of each frame that the lender was sent since the last call, but Hello."""

@@ -25,7 +25,7 @@ from pdconn.protocol.messages import (
     frame,
 )
 from pdconn.puller.thread import MAX_LOOKUPS
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place
 from pdconn.sidechannel.security import Security
 from registration.references import (
     AttentionChunk,

@@ -12,7 +12,7 @@ import pytest
 
 from pdconn.lender.server import Lender
 from pdconn.protocol.auth import Secret
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place
 from pdconn.sidechannel.security import Security
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.credentials import Authority

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pdconn.puller.warmup_state import Pauses
+from pdconn.puller.warmup import Pauses
 from tests.fakes.pair import Pair
 from tests.threads.inside import num_warm
 

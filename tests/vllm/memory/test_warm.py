@@ -60,7 +60,7 @@ def test_a_partner_that_does_not_start_is_a_warning(
 def test_a_pull_that_fails_is_a_warning_and_its_memory_stays(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdconn.rehearsal.rehearse.LIMIT_S", 0.2)
+    monkeypatch.setattr("pdconn.vllm.memory.warm.LIMIT_S", 0.2)
     network = InProcessNetwork()
     network.script = lambda read: Lost()
     transport, partners = InProcessTransport(network, "ours"), Partners(network)

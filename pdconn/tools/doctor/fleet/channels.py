@@ -15,7 +15,7 @@ from pdconn.planning.errors import Incompatible
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Described, check_geometry
-from pdconn.puller.warmup_state import Place
+from pdconn.puller.warmup import Place
 from pdconn.sidechannel.connection import SideChannelLost, Unauthenticated
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security

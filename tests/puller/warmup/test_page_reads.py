@@ -1,4 +1,4 @@
-"""Probe reads: where they read and write, and that one which fails or hangs harms no request."""
+"""A page's reads: where they read and write, and that one which fails or hangs harms no request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdconn.puller.warmup import MAX_PROBED, probe_page
+from pdconn.puller.warmup import MAX_REGIONS, page_spans
 from registration.references import (
     AttentionChunk,
     AttentionKind,
@@ -23,7 +23,7 @@ from transport.testing.inprocess.faults import Failing, Held, ReadRequest
 from transport.testing.inprocess.transport import InProcessNetwork
 
 
-def test_a_probe_read_reads_one_page_and_changes_no_byte_of_our_kv() -> None:
+def test_one_page_is_read_and_no_byte_of_our_kv_changed() -> None:
     seen: list[int] = []
 
     def note(request: ReadRequest) -> None:
@@ -44,26 +44,26 @@ def test_peers_never_learn_of_the_page() -> None:
         assert pair.their_transport.address() != address  # so one that was taken before lacks it
 
 
-def test_a_probe_read_reaches_every_region_and_stays_inside_its_page() -> None:
+def test_every_region_is_read_and_nothing_written_beside_the_page() -> None:
     scratch = Memory(1 << 20, PAGE_NBYTES)
-    for num in (1, 3, MAX_PROBED, 2 * MAX_PROBED):
+    for num in (1, 3, MAX_REGIONS, 2 * MAX_REGIONS):
         memories = [Memory((1 << 30) + i * 100_000, 64_000) for i in range(num)]
-        spans = probe_page(scratch, one_layer_each(memories))
-        assert spans.remote.tolist() == [memory.base for memory in memories][:MAX_PROBED]
+        spans = page_spans(scratch, one_layer_each(memories))
+        assert spans.remote.tolist() == [memory.base for memory in memories][:MAX_REGIONS]
         assert spans.local[0] == scratch.base
         assert (spans.local[1:] >= spans.local[:-1] + spans.nbytes[:-1]).all()
         assert int(spans.local[-1] + spans.nbytes[-1]) <= scratch.end
 
 
-def test_a_probe_read_reads_no_more_than_a_region_has_and_from_one_device() -> None:
+def test_no_more_is_read_than_a_region_has_and_from_one_device() -> None:
     scratch, gpu = Memory(1 << 20, PAGE_NBYTES), Device("cuda", 1)
     memories = [Memory(1 << 30, 640, gpu), Memory(1 << 31, 64_000), Memory(1 << 32, 6400, gpu)]
-    spans = probe_page(scratch, one_layer_each(memories))
+    spans = page_spans(scratch, one_layer_each(memories))
     assert spans.nbytes.tolist() == [640, PAGE_NBYTES // 2]
     assert (spans.local_device, spans.remote_device) == (HOST, gpu)
 
 
-def test_a_failed_probe_read_fails_no_request_and_is_tried_again() -> None:
+def test_a_read_that_fails_fails_no_request_and_is_tried_again() -> None:
     network = InProcessNetwork(script=lambda request: Failing(PeerLost("cut")))
     with WarmPair(warms=True, network=network) as pair:
         pair.wait(lambda: pair.lender.counts["greeted"] > 2, SECONDS)
@@ -74,7 +74,7 @@ def test_a_failed_probe_read_fails_no_request_and_is_tried_again() -> None:
         until_warm(pair)
 
 
-def test_a_peer_whose_probe_read_failed_is_left() -> None:
+def test_a_peer_that_no_page_can_be_read_from_is_left() -> None:
     """Or one that names a new boot at every greeting would fill the table of peers."""
     network = InProcessNetwork(script=lambda request: Failing(BackendFailure("no")))
     with WarmPair(warms=True, network=network) as pair:
@@ -83,11 +83,11 @@ def test_a_peer_whose_probe_read_failed_is_left() -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLost("cut"), BackendFailure("no")], ids=repr)
-def test_a_request_that_holds_a_lease_survives_a_failed_probe_read(error: TransportError) -> None:
+def test_a_request_that_holds_a_lease_survives_a_failed_page(error: TransportError) -> None:
     tries: list[ReadRequest] = []
 
     def fail(request: ReadRequest) -> Failing | None:
-        if not is_probe(request):
+        if not is_of_page(request):
             return None
         tries.append(request)
         return Failing(error)
@@ -102,18 +102,18 @@ def test_a_request_that_holds_a_lease_survives_a_failed_probe_read(error: Transp
         assert pair.outcome_of("d") is None
 
 
-def test_a_probe_read_that_hangs_is_one_and_holds_no_pull_up(
+def test_a_read_that_hangs_is_one_and_holds_no_pull_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="pdconn")
-    network = InProcessNetwork(script=lambda request: Held() if is_probe(request) else None)
-    with WarmPair(warms=True, network=network) as pair:
+    network = InProcessNetwork(script=lambda request: Held() if is_of_page(request) else None)
+    with WarmPair(warms=True, network=network, drain_s=0.1) as pair:
         pair.wait(network.in_flight, SECONDS)
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
-        pair.lender.close()  # its connection ends, and its probe read does not
+        pair.lender.close()  # its connection ends, and its read does not
         pair.lender = pair.open_lender(pair.lender.port)
-        pair.wait(lambda: caplog.text.count("an earlier probe read is not over") > 2, SECONDS)
+        pair.wait(lambda: caplog.text.count("an earlier read of its page is not over") > 2, SECONDS)
         assert pair.lender.counts["greeted"] == 1
         assert len(network.in_flight()) == 1
         assert num_warm(pair.puller) == 0
@@ -122,7 +122,7 @@ def test_a_probe_read_that_hangs_is_one_and_holds_no_pull_up(
         until_warm(pair)
 
 
-def is_probe(request: ReadRequest) -> bool:
+def is_of_page(request: ReadRequest) -> bool:
     return request.spans.total_bytes > 1000
 
 

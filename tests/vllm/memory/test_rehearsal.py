@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdconn.rehearsal.rehearse import PagedTransport, RehearsalFailed, rehearse
+from pdconn.vllm.memory.warm import PagedTransport, RehearsalFailed, rehearse
 from transport import Memory, PeerId, ReadId, Spans
 from transport.nixl.transport import NixlTransport
 from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport, Lost

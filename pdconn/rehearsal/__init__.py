@@ -1,1 +1,0 @@
-"""A pull from ourselves at the start: the first request's pull does nothing for the first time."""
