@@ -17,8 +17,8 @@ offsets, cross-layer ones a large stride and small offsets:
     BLHNC   [b0: L0 L1 L2 ...][b1: L0 L1 L2 ...]   stride = row,  offset = l * page
     BHLNC   [b0: h0(L0 L1 ..) h1(L0 L1 ..)][b1 ..] head_stride = L * page / H
 
-What no data reference covers (the padding of a page, the unused tail of a row
-whose group has fewer layers than the widest one) is never transferred.
+Bytes that no data reference covers (the padding of a page, the unused tail of a row
+whose group has fewer layers than the widest one) are never transferred.
 
 Layout vocabulary: vLLM's KV cache layout RFC 42082 and its ``KVCacheTensor``.
 """

@@ -93,7 +93,7 @@ class RegisteredKVMemory(Closing):
         return self.transport.address()
 
     def close(self) -> None:
-        """Unregister by closing the transport, then drop the owners.  Later calls do nothing.
+        """Unregister by closing the transport, then drop the owners.  Idempotent.
 
         If the transport does not close (a read can still land), the owners are kept and
         the call may be repeated.  A transport that is closed already is fine.

@@ -2,7 +2,7 @@
 
 It lies on the device of the KV memory, so that a read into it takes the same path as a
 pull.  Register it after the transport's address was taken: an address covers what was
-registered before, so peers never learn of the page.
+registered before, so that no peer can read the page.
 """
 
 from __future__ import annotations

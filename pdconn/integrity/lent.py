@@ -1,8 +1,8 @@
 """The lender's half: sums of what one rank lends, and answers from them.
 
 A rank computes its sums once, in the step after the request finished, while its blocks are
-lent; a later change of its memory then shows as a difference.  Any number of readers may ask,
-and an answer touches only the sums, never the KV.
+lent; a later change of its memory then shows as a difference.  Any number of readers may query
+them; an answer reads the sums alone, never the KV.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ class LentSums:
         return sum(chunk.sums.nbytes for group in self.groups for chunk in group.chunks)
 
     def answer(self, ask: ChecksumQuery) -> PieceSum:
-        """The sum over what is asked.
-
-        Work is bounded: no honest query names a chunk twice, since a reader takes one range
-        of heads from one rank.
+        """The sum over the pieces of a query.
 
         Raises:
             MessageError: a group, chunk, head or unit that we do not have, or overlapping shares.
@@ -85,6 +82,8 @@ class LentSums:
         """
         if self.terms.sampled and not ask.sampled:
             raise NotSummed("blocks asked for", "those of the sample", "all")
+        # Bounds the work: a reader takes one range of heads from a rank, so that no honest query
+        # names a chunk twice.
         room = sum(len(group.chunks) for group in self.groups)
         asked = sum(share.num_chunks for share in ask.shares)
         if asked > room:
@@ -138,7 +137,7 @@ class _Chosen:
 
 
 def _chosen(terms: Terms, number: int, group: KVCacheGroupReference, listed: BlockList) -> _Chosen:
-    """Leave out holes, blocks behind the last token, and blocks outside of the sample."""
+    """Skip holes, blocks behind the last token, and blocks outside of the sample."""
     ids = listed.array
     logical = listed.first + np.arange(len(ids), dtype=np.int64)
     keep = (ids != 0) & (logical * group.block_tokens < terms.num_tokens)

@@ -142,7 +142,7 @@ class HostMemory:
     """Reads memory of this process by address."""
 
     def gather(self, cells: Cells, step: int, ids: I64, strips: I64) -> Iterable[U8]:
-        """See :class:`ReadMemory`."""
+        """The strips, as :class:`ReadMemory` says."""
         raw = (ctypes.c_uint8 * cells.memory.nbytes).from_address(cells.memory.base)
         return gathered(np.ctypeslib.as_array(raw), cells, step, ids, strips)
 
@@ -155,7 +155,7 @@ class CudaMemory:
     """
 
     def gather(self, cells: Cells, step: int, ids: I64, strips: I64) -> Iterable[U8]:
-        """See :class:`ReadMemory`."""
+        """The strips, as :class:`ReadMemory` says."""
         import torch
 
         device = torch.device("cuda", cells.memory.device.index)
@@ -184,7 +184,7 @@ class AnyMemory:
         self._by_kind: dict[str, ReadMemory] = {"cpu": HostMemory(), "cuda": CudaMemory()}
 
     def gather(self, cells: Cells, step: int, ids: I64, strips: I64) -> Iterable[U8]:
-        """See :class:`ReadMemory`."""
+        """The strips, as :class:`ReadMemory` says."""
         return self._by_kind[cells.memory.device.kind].gather(cells, step, ids, strips)
 
 

@@ -1,12 +1,12 @@
-"""The reader's half: which units a pull covers, what to ask of each rank, and its own sums.
+"""The reader's half: which units a pull covers, the queries to each rank, and its own sums.
 
 A pull moves tokens ``[first, stop)``, in sub-blocks of both sides.  A unit that it covers
-in part is left out.  That happens only where a prefix hit or the last token lies inside a
+in part is skipped.  That happens only where a prefix hit or the last token lies inside a
 unit, and no unit divides the sub-block::
 
     pulled                    [first ................ stop)
     units of the lender   |  10  |  11  |  12  |  13  |  14  |
-    asked for                     [ 11 ......... 13 ]
+    compared                      [ 11 ......... 13 ]
 
 Only written rows count: the unit of the lender's last token is covered if the pull has
 all of its written rows.  Units that are covered are combined with the chunks and heads that were
@@ -55,7 +55,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Covered:
-    """The units to ask for, and those of them that count, in runs of equally many rows.
+    """The units to query, and those of them that count, in runs of equally many rows.
 
     ``runs`` is empty where none counts; else it is whole units, the partly written unit
     at the end, or both.
@@ -222,7 +222,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Everything about a peer that checks derive from: made once, at the greeting."""
+    """Everything about a peer that checks derive from; made once, at the greeting."""
 
     references: KVCacheReferences
     bundles: tuple[Bundle, ...]
@@ -239,10 +239,10 @@ class Checks:
         return cls(ours, tuple(_bundles(ours, theirs, match_pieces(ours, theirs, spread))))
 
     def expect(self, need: Need, terms: Terms) -> tuple[Expected, ...]:
-        """What to ask of each rank that a pull of ``need`` reads from.
+        """The checks of each rank that a pull of ``need`` reads from.
 
-        Ranks from which nothing is read are left out, and in a sample those without a
-        counted block.
+        Ranks from which nothing is read are skipped, and in a sample those without a counted
+        block.
 
         Raises:
             MissingBlock: a block of ours is a hole where the pull wrote.

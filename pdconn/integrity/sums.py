@@ -15,19 +15,17 @@ any reader can ask for the sum over just what it read.  That detects accidents (
 address, a freed block, a torn copy), each missed with a chance of 2^-64; it is no
 defence against a lender that lies.
 
-Units exist because readers have other block sizes.  vLLM's are multiples of 16 tokens,
-so is the greatest common divisor of any two, in which plans move bytes, and every unit
-is then read whole or not at all.
+Units exist because readers have other block sizes.  vLLM's are multiples of 16 tokens, and so is
+the greatest common divisor of any two, in which plans move bytes: every unit is then read whole or
+not at all.
 
-Rows beyond the tokens that the lender computed were never written.  They are moved with
-the last block, and are left out here: a step that vLLM had scheduled already may still
-write them.  An opaque block cannot be cut and is hashed whole.
+Rows beyond the tokens that the lender computed were never written.  They are moved with the last
+block and not hashed: a step that vLLM has scheduled already may still write them.  An opaque block
+cannot be cut and is hashed whole.
 
-``verify: sample`` sums one block in sixteen, which both sides choose alike without a message:
-by a hash of the request's name, the lender's group and the logical block, so that over many
-requests every block, group and layer is checked; and always the blocks of the last two
-tokens.  Two, because a reader computes a prompt's last token itself: the last block that it
-reads is the block of one or the other.
+``verify: sample`` sums one block in sixteen.  Both sides choose the same ones without a message, by
+a hash of the request's name, the lender's group and the logical block, so that over many requests
+every block, group and layer is checked.
 """
 
 from __future__ import annotations
@@ -60,12 +58,12 @@ _GATHERED_NBYTES = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both sides of a check must agree on.
+    """What both sides of a check agree on.
 
     Attributes:
         request: the lender's name of the request, as in the ticket.
         num_tokens: tokens that the lender computed, as in the ticket.
-        sampled: only blocks in the sample count.
+        sampled: whether only blocks of the sample count.
         unit_tokens: the most tokens of a unit.
     """
 
@@ -130,6 +128,8 @@ def counted(terms: Terms, group: int, block_tokens: int, blocks: I64) -> NDArray
         return np.ones(len(blocks), dtype=bool)
     name = np.uint64(xxh3_64_intdigest(f"{group}:{terms.request}".encode()))
     chosen: NDArray[np.bool_] = mixed(name ^ mixed(blocks.astype(np.uint64))) % SAMPLED_ONE_IN == 0
+    # And always the last block that is read.  A reader computes a prompt's last token itself, so it
+    # is the block of one of the last two tokens.
     for token in (terms.num_tokens - 1, terms.num_tokens - 2):
         chosen |= blocks == token // block_tokens
     return chosen

@@ -1,7 +1,7 @@
 """Zeros where a pull or a load leaves a gap in a block, in host or GPU memory.
 
-A call returns when all of them are there.  Nothing else may write the gaps meanwhile, and nobody
-reads them: the blocks belong to a request that waits.
+A call returns when all of them are written.  Nothing else may write the gaps meanwhile, and
+nothing reads them: the blocks belong to a request that waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.integrity.memory import OnDevice
-from pdconn.planning.gaps import Gaps
+from pdconn.planning.plan import Gaps
 from transport import Memory
 
 I64 = NDArray[np.int64]

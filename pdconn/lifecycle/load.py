@@ -11,16 +11,16 @@
      │ └────left──────┴─────────────────┴─────────────────────────────────► OVER ◄────────────┤
      └──awaited──► FAILING ──reported─────────────────────────────────────────────────────────┘
 
-*Asked*: the engine asks what it need not compute, and the rows of its prompt are looked up.
+*Asked*: the engine asks which tokens it need not compute; the rows of the prompt are looked up.
 *Placed*: there is room for them in the ranks' staging areas; ranks read and verify them there.
-*Fetched*: every rank has answered.  Only now is the engine promised anything, so that neither an
+*Fetched*: every rank has answered.  Only now are tokens promised to the engine, so that neither an
 eviction nor damage can fail a request.  *Taken*: the request has blocks for what was promised.
-*Left*: the request is computed, or looked up anew, by another load: too little was found, rows
+*Left*: the request is computed, or looked up anew by another load: too little was found, rows
 were missing or damaged, it waited too long, the cache was reset, or it has left the engine.
 
 A read cannot be cancelled, so a load that is left while ranks read is DRAINING, and keeps its room
 until they have answered.  *Awaited*: what a load has promised is gone when there are blocks, as
-after a reset in between, and the engine waits for a report: it gets a failure.
+after a reset in between; the engine waits for a report, and gets a failure.
 
 Pure: time is an argument, effects are returned.
 """
@@ -38,11 +38,11 @@ LOOKUP_S = 5.0
 """How long a request waits for its look-up, and for room in the staging areas."""
 
 FETCH_S = 10.0
-"""How long a request waits for its rows; then it is computed."""
+"""How long a request waits for its rows before it is computed."""
 
 
 class LoadState(StrEnum):
-    """Where a load stands."""
+    """The state of a load, as in the diagram above."""
 
     NEW = "new"
     LOOKING = "looking"
@@ -82,12 +82,12 @@ _MOST_S = {
 
 @dataclass(frozen=True, slots=True)
 class DropRows:
-    """Ranks need not read the rest of the rows."""
+    """Have ranks skip the reads that have not begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeRoom:
-    """No rank reads into the load's room any more: it may be another's."""
+    """Free the load's room: no rank reads into it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class AnsweredInTime:
 
 @dataclass(frozen=True, slots=True)
 class DistrustRows(Generic[Row]):
-    """These rows are not what was saved, or are gone: they are not to be found again."""
+    """Have look-ups not find these rows again: they are damaged, or gone."""
 
     missing: frozenset[Row]
     damaged: frozenset[Row]
@@ -122,9 +122,9 @@ class StoreLoad(Generic[Row]):
     """One request's load.
 
     Attributes:
-        state: where it stands.
-        number: names its room, once it is placed.
-        rows: what was found.
+        state: one of :class:`LoadState`.
+        number: identifies its room, once it is placed.
+        rows: the rows that the look-up found.
         boundary: tokens of the prompt up to which ``rows`` reach.
         held: tokens that the engine held when they were looked up; ``rows`` begin there.
     """
@@ -146,7 +146,7 @@ class StoreLoad(Generic[Row]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request gets nothing of it (any more)."""
+        """Whether the request gets no tokens from it."""
         return self.state in (LoadState.OVER, LoadState.DRAINING)
 
     @property
@@ -160,26 +160,26 @@ class StoreLoad(Generic[Row]):
 
     @property
     def most_s(self) -> float:
-        """How long it may."""
+        """How long the request may wait for the present step."""
         return _MOST_S[self.state]
 
     def ask(self, now: float) -> None:
-        """The engine asks for the first time: the request's rows are being looked up."""
+        """Begin a look-up of the request's rows."""
         self._enter("asked")
         self._since = now
 
     def found(self, boundary: int, held: int, rows: tuple[Row, ...]) -> None:
-        """The look-up found ``rows``, which reach from ``held`` tokens to ``boundary``."""
+        """Note the look-up's ``rows``, which reach from ``held`` tokens to ``boundary``."""
         if self._enter("found"):
             self.boundary, self.held, self.rows = boundary, held, rows
 
     def place(self, number: int, num_ranks: int, now: float) -> None:
-        """There is room: so many ranks fetch the rows."""
+        """Note that there is room, into which ``num_ranks`` ranks fetch the rows."""
         if self._enter("placed"):
             self.number, self._left, self._since = number, num_ranks, now
 
     def answered(self, missing: Iterable[Row], damaged: Iterable[Row]) -> list[Effect[Row]]:
-        """A rank has read and verified its share, or could not."""
+        """Note that a rank has read and verified its share, or could not."""
         self._missing.update(missing)
         self._damaged.update(damaged)
         self._left -= 1
@@ -196,9 +196,9 @@ class StoreLoad(Generic[Row]):
         return effects
 
     def offer(self, num_local: int) -> int | None:
-        """Tokens that it brings behind ``num_local``, which the engine holds now.
+        """Tokens that it loads behind ``num_local``, which the engine holds now.
 
-        None if it brings nothing: rows are missing or damaged, or the engine has lost blocks that
+        None if it loads nothing: rows are missing or damaged, or the engine has lost blocks that
         it held when they were looked up.
         """
         if self.state is not LoadState.FETCHED:
@@ -209,31 +209,35 @@ class StoreLoad(Generic[Row]):
         return self.boundary - num_local
 
     def take(self, num_external: int) -> list[Effect[Row]]:
-        """The request has blocks; ``num_external`` tokens of them are this load's to bring.
+        """Load ``num_external`` tokens into the blocks that the request has now.
 
-        Without :class:`CopyRows` it brings nothing: that is not what it has offered last.
+        Returns:
+            :class:`CopyRows` if these are the tokens that it offered last; else it is left.
         """
+        # 1. A look-up goes on: saves use the keys that it finds.
         if self.state not in (LoadState.FETCHING, LoadState.FETCHED):
-            return []  # a look-up goes on: what it finds out of the prompt is of use to saves
+            return []
+        # 2. The request wants no tokens, or others than were offered, as if its local hit changed.
         is_offered = self._local is not None and self._local + num_external == self.boundary
         if not num_external or not is_offered or not self._enter("taken"):
             return self.leave()
+        # 3. It gets what was offered.
         assert self._local is not None
         return [CopyRows(range(self._local, self.boundary))]
 
     def fail(self) -> list[Effect[Row]]:
-        """What another load of the request has promised is gone, and the engine waits for it."""
+        """Fail the request: the engine waits for what another load has promised and is gone."""
         return [FailRequest()] if self._enter("awaited") else []
 
     def leave(self) -> list[Effect[Row]]:
-        """The request goes on without it."""
+        """Drop the load: the request goes on without it."""
         was = self.state
         if not self._enter("left") or was not in (LoadState.FETCHING, LoadState.FETCHED):
             return []
         return [DropRows()] if was is LoadState.FETCHING else [DropRows(), FreeRoom()]
 
     def reported(self) -> list[Effect[Row]]:
-        """Every rank has reported the request, received or failed."""
+        """Note that every rank has reported the request, received or failed."""
         was = self.state
         return [FreeRoom()] if self._enter("reported") and was is LoadState.LOADING else []
 

@@ -22,8 +22,8 @@ class Comparison:
     """What differs between engine ``a`` (theirs) and engine ``b`` (ours).
 
     ``traits`` must be equal for any exchange; ``shapes`` need not be.  ``a_pulls`` and
-    ``b_pulls`` say what else keeps one from pulling from the other: geometry, and traits of a
-    drafter that the other lacks; empty when nothing does.
+    ``b_pulls`` are what else keeps one from pulling from the other: geometry, and traits of a
+    drafter that the other lacks.
     """
 
     traits: tuple[Difference, ...]

@@ -12,10 +12,10 @@ class PlanningError(Exception):
 
 
 class Incompatible(PlanningError):
-    """Two engines whose KV cannot be exchanged, and every difference that says why.
+    """Two engines that cannot exchange KV, with every difference that prevents it.
 
-    ``content`` is how their attention backends arrange a block, where that is known: what is
-    packed (NVFP4, say) divides among ranks as little as its backend lets it.
+    ``content`` is how their attention backends arrange a block, where that is known: a packed
+    block (NVFP4, say) divides among ranks only as far as its backend allows.
     """
 
     def __init__(self, *differences: Difference, content: str = "") -> None:

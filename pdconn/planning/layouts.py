@@ -9,5 +9,5 @@ Source: ``KVCacheLayout`` of vLLM, 0.32 and 0.33.
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 PREFERRED = "LBHNC"
-"""What pdconn asks for, as vLLM's own connectors do: heads lie outside tokens, so that a head's
-share of a block is one piece, no backend reads it slower, and no model is refused for it."""
+"""The layout that pdconn asks vLLM for, as vLLM's own connectors do.  Heads lie outside tokens, so
+that a head's share of a block is one run, no backend reads it slower, and no model is refused."""

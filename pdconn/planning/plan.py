@@ -8,16 +8,31 @@ Blocks are paired by absolute token position, never by list index::
 
 Blocks before the window, and blocks that we hold already, never move; a hole (id 0) of
 either side in the rest fails the plan, because a byte would be missing.
+
+*Gaps* are what a plan leaves of the blocks that it fills, to be zeroed.  vLLM zeroes new blocks
+where stale bytes could be read: beside states, and in caches of several precisions.  It leaves out
+the groups that a connector says it loads, whose blocks must then be written whole.  A transfer
+moves sub-blocks, and ends with the one that holds the last token::
+
+    our block of 64 tokens       |             4             |             5             |
+    their blocks of 16           |  .   | 0    | 1    | 2    | 3    | 4    |             |
+    pulled, window 60, up to 100          ############################
+    gaps                          ^^^^^^                              ^^^^^^^^^^^^^^^^^^^^
+
+A backend that splits the engine's blocks leaves the same gaps where only some of the parts are
+needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
-from pdconn.planning.errors import Incompatible, PlanningError, TooManyRuns
-from pdconn.planning.gaps import Gaps, gaps_at, sub_block_gaps
+import numpy as np
+
+from pdconn.planning.errors import BlockOutOfRange, Incompatible, PlanningError, TooManyRuns
 from pdconn.planning.runs import (
     FEW_RUNS,
     AlikeTemplates,
@@ -27,10 +42,11 @@ from pdconn.planning.runs import (
     few_spans,
     many_spans,
 )
-from pdconn.planning.template import Template, build_templates, match_pieces
+from pdconn.planning.template import I64, Template, build_templates, match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
-from transport import Device, Spans
+from transport import HOST, Device, Spans
+from transport.types import U64, merge_runs
 
 Part = TypeVar("Part")
 """Runs as a way to lay them out has them."""
@@ -44,9 +60,9 @@ class Need:
     """What one request of ours needs: for each group of ours tokens, and blocks to put them in.
 
     Attributes:
-        tokens: of each group the tokens to bring: those before are in our cache already, those
-            behind come another time.  A window reaches back from the end, a state is the one
-            after it; an empty range brings nothing.
+        tokens: of each group the tokens to pull.  Those before are in our cache already.  A window
+            reaches back from the end, a state is the one after it; of an empty range nothing is
+            pulled.
         blocks: of each group.
     """
 
@@ -100,8 +116,8 @@ class Plan:
 
     Attributes:
         reads: spans per rank of the peer, of ranks with something to read.
-        begins: windowed groups of ours that are read, and the first token from which on all
-            layers of each are: those that the peer has in larger blocks may begin before.
+        begins: windowed groups of ours that are read, each with the first token from which on all
+            of its layers are.
     """
 
     reads: tuple[tuple[int, Spans], ...]
@@ -111,8 +127,29 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Gaps:
+    """Byte runs of our memory: addresses and sizes, uint64 of shape (n,), ascending."""
+
+    local: U64
+    nbytes: U64
+    device: Device
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all runs."""
+        return int(self.nbytes.sum())
+
+
+_NONE = np.empty(0, dtype=np.uint64)
+NO_GAPS = Gaps(_NONE, _NONE, HOST)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """Everything about a peer that plans derive from: made once, at the greeting.
+    """Everything about a peer that plans derive from; made once, at the greeting.
 
     ``ranks`` are those of the peer that we read from; ``lent_num_blocks`` the blocks
     that each of the peer's groups has, in its own order.
@@ -176,6 +213,7 @@ class Pairing:
                 raise TooManyRuns(f"runs of one pull: expected at most {MAX_RUNS}, got {runs}")
             if count:
                 found[number] = pairs
+                # Layers that the peer has in larger blocks may begin before.
                 if group.window is not None:
                     first = (pairs.holes + pairs.hits) * template.sub_block_tokens
                     begins[template.our_group] = max(first, begins.get(template.our_group, 0))
@@ -189,8 +227,8 @@ class Pairing:
     def gaps(self, need: Need) -> Gaps:
         """What the reads for ``need`` leave of the blocks that lack its tokens.
 
-        A block of a state moves whole.  Bytes of a block row that are none of the group's, as
-        padding is, are in no gap.
+        A block of a state moves whole.  Bytes of a block row that belong to no layer of the group,
+        such as padding, are in no gap.
 
         Raises:
             BlockOutOfRange: an id beyond our cache.
@@ -211,9 +249,9 @@ class Pairing:
                 continue
             read = pulled(group, lacking, template.sub_block_tokens)
             blocks = need.blocks[template.our_group]
-            if (left := sub_block_gaps(template, blocks, lacking, read)) is not None:
+            if (left := _sub_block_gaps(template, blocks, lacking, read)) is not None:
                 found.append((template, *left))
-        return gaps_at(found, self.ours.tensors[0].device)
+        return _gaps_at(found, self.ours.tensors[0].device)
 
     def _reads(
         self,
@@ -297,14 +335,12 @@ def sub_blocks(group: KVCacheGroupReference, lacking: range, tokens: int) -> ran
 
 
 def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> Pairs:
-    """Pair the sub-blocks that a later token will read and that we lack.
-
-    With unequal block sizes a block of ours can begin before the window; its sub-blocks there are
-    not pulled, and the lender may have dropped them.  They are :meth:`Pairing.gaps`, and no other
-    request may use that block: :attr:`Plan.begins` tells where the rest of it begins.
-    """
+    """Pair the sub-blocks that a later token will read and that we lack."""
     if group.kind is AttentionKind.STATE:
         return _state_pair(template, need, lent)
+    # With unequal block sizes a block of ours can begin before the window.  Its sub-blocks there
+    # are not pulled: the lender may have dropped them.  They are gaps, and no other request may use
+    # that block, whose rest begins at Plan.begins.
     tokens, lacking = template.sub_block_tokens, need.tokens[template.our_group]
     reach = window_start(group, lacking.stop) // tokens
     pulled = sub_blocks(group, lacking, tokens)
@@ -319,7 +355,7 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
 
 
 def _state_pair(template: Template, need: Need, lent: BlockList) -> Pairs:
-    """The one block that holds the state after the last token, under either id.
+    """The one block of each side that holds the state after the last token.
 
     A state has no tokens, so the block sizes of the two sides need not agree.
     """
@@ -335,3 +371,56 @@ def _state_pair(template: Template, need: Need, lent: BlockList) -> Pairs:
         holes=0,
         hits=0,
     )
+
+
+def _sub_block_gaps(
+    template: Template, blocks: BlockList, lacking: range, pulled: range
+) -> tuple[I64, I64] | None:
+    """Blocks of ours, and the sub-blocks in them, that are listed and not pulled.
+
+    Args:
+        template: of the group and a rank of theirs.
+        blocks: the group's.
+        lacking: tokens that we do not hold; there is one at least.
+        pulled: sub-blocks that are moved.
+
+    Raises:
+        BlockOutOfRange: an id beyond our cache.
+    """
+    per_block = template.our_block_tokens // template.sub_block_tokens
+    # Blocks before the first lacking token are held, and may be other requests' as well.
+    first = max(blocks.first * per_block, -(-lacking.start // template.sub_block_tokens))
+    end = (blocks.first + len(blocks.ids)) * per_block
+    before, behind = range(first, min(pulled.start, end)), range(max(first, pulled.stop), end)
+    if not (before or behind):  # the usual case
+        return None
+    numbers = np.fromiter(chain(before, behind), np.int64, len(before) + len(behind))
+    ids = blocks.array[numbers // per_block - blocks.first]
+    listed = ids != 0
+    ids, numbers = ids[listed], numbers[listed]
+    if not len(ids):
+        return None
+    highest = int(ids.max())
+    if highest >= template.our_num_blocks:
+        where = f"group {template.our_group}: block id, ours"
+        raise BlockOutOfRange(f"{where} {highest} of {template.our_num_blocks} blocks")
+    return ids, numbers % per_block
+
+
+def _gaps_at(found: Sequence[tuple[Template, I64, I64]], device: Device) -> Gaps:
+    """The runs of sub-blocks: templates, and ids and sub-blocks of each."""
+    if not found:
+        return NO_GAPS
+    starts, sizes = [], []
+    for template, ids, subs in found:
+        side = template.ours
+        table = ids[:, None] * side.stride + subs[:, None] * side.step + side.start
+        starts.append(table.ravel())
+        sizes.append(np.broadcast_to(template.nbytes, table.shape).ravel())
+    local, nbytes = np.concatenate(starts), np.concatenate(sizes)
+    order = np.argsort(local)
+    local, nbytes = local[order], nbytes[order]
+    if (merged := merge_runs(nbytes, local)) is not None:
+        kept, nbytes = merged
+        local = local[kept]
+    return Gaps(local.astype(np.uint64), nbytes.astype(np.uint64), device)

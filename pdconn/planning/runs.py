@@ -3,15 +3,15 @@
 Sub-blocks are paired by token position: which of ours is filled from which of theirs.
 
 A plan is made for every pull, on a thread that shares the interpreter's lock with the model.
-What it takes is the number of operations.  So groups whose templates are alike are laid out at
-once: vLLM's groups overlay each other in one allocation, so those of a hybrid model usually are::
+Its time is that of its operations on arrays.  So groups with equal templates are laid out at once:
+vLLM's groups overlay each other in one allocation, so those of a hybrid model usually are::
 
     group 0   ids 7 9        ┐
     group 1   ids 4 8        ├─►  ids 7 9 4 8 1 3 5  ─►  one column of addresses
     group 2   ids 1 3 5      ┘
 
-And a few runs are laid out without arrays: forty operations of numpy on what the caches have
-forgotten since the pull before take longer than a loop over forty blocks.
+A few runs are laid out without arrays: forty operations of numpy on data that the CPU's caches
+lost since the pull before take longer than a loop over forty blocks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pairs:
 
 
 def check_ids(template: Template, pairs: Pairs) -> None:
-    """Name what is wrong with the blocks of ``pairs``, if something is.
+    """Refuse pairs with a hole, or with an id beyond its cache.
 
     Raises:
         MissingBlock: the first token that has no block on one side.
@@ -135,7 +135,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikeTemplates:
-    """Templates, each with its number, that say the same of every block.
+    """Equal templates, each with its number: of every block they make the same runs.
 
     Attributes:
         run_nbytes: bytes of a run, where all have as many.
@@ -222,10 +222,10 @@ class AlikeTemplates:
 
 
 def alike(templates: Sequence[Template]) -> tuple[AlikeTemplates, ...]:
-    """``templates`` by what they say, in order of the peer's ranks."""
+    """``templates``, equal ones together, in order of the peer's ranks."""
     found: dict[tuple[object, ...], list[tuple[int, Template]]] = {}
     for number, template in enumerate(templates):
-        found.setdefault(_says(template), []).append((number, template))
+        found.setdefault(_compared(template), []).append((number, template))
     made = [
         AlikeTemplates(tuple(some), _equal(some[0][1].nbytes), _rows(some[0][1]))
         for some in found.values()
@@ -269,8 +269,8 @@ def many_spans(parts: Sequence[Columns], ours: Device, theirs: Device) -> Spans:
     return Spans.merged(local, remote, nbytes, ours, theirs)
 
 
-def _says(template: Template) -> tuple[object, ...]:
-    """What must be equal for two templates to be laid out at once."""
+def _compared(template: Template) -> tuple[object, ...]:
+    """What is equal of two templates that are laid out at once."""
     return (
         template.their_rank,
         template.their_device,

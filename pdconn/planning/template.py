@@ -12,9 +12,9 @@ Replicated heads (tensor parallelism above the head count, MLA) are held by seve
 ranks: each head is taken from one of them, a different one for every rank of ours, so
 that the load spreads.
 
-A template says of the pieces of one rank and group, for one *sub-block* (the greatest common
-divisor of both sides' block sizes), which bytes of a block row of theirs go where in a block row of
-ours.  A run is the largest piece that is contiguous on both sides::
+A template maps, for the pieces of one rank and group, the bytes of one *sub-block* (the greatest
+common divisor of both sides' block sizes) in a block row of theirs to those in a block row of ours.
+A run is the largest piece that is contiguous on both sides::
 
     ours   BLHNC  | L0 h0 h1 | L1 h0 h1 |      block stride 4 pages
     theirs LBHNC  | L0 h0 h1 |...| L1 h0 h1 |  block stride 1 page

@@ -27,8 +27,7 @@ from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState, ToLender
 from pdconn.planning.errors import PlanningError
-from pdconn.planning.gaps import NO_GAPS
-from pdconn.planning.plan import Moved, Need, Plan
+from pdconn.planning.plan import NO_GAPS, Moved, Need, Plan
 from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError, TicketError
 from pdconn.protocol.messages import Checksum, FromReader, PullReply, Reader

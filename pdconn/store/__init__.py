@@ -11,7 +11,7 @@ canonical block::
     WA rows                                  [ 3 tail ]     boundary 1024 can be resumed
 
     format/    what a row is, and which rows a prompt has                        pure
-    shelf/     where rows are kept: files, memory, NIXL
+    shelf/     where rows are kept: files, NIXL, a bucket
     budget/    how many bytes there may be, and what is evicted
     rank/      one worker's part: staging, reads, writes, copies
     engine/    one scheduler's part: requests and loads, look-ups, saves, commits

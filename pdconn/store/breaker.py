@@ -1,4 +1,4 @@
-"""A breaker: what does not answer is left alone for a while, then tried once.
+"""A circuit breaker: after a failure calls are refused for a while, then one is tried.
 
 ::
 
@@ -6,10 +6,10 @@
                         ▲                            │ failed
                         └──── a longer pause ────────┘
 
-The bucket of an object store has one, which its calls ask, so that they fail at once behind a
-server that is down.  The store's scheduler has one in its :class:`LoadPatience`, which requests
-ask, so that one of them waits for a shelf that hangs and the others compute; that one is for
-shelves of all kinds, since no call comes back from a file system that hangs.
+The bucket of an object store has one: its calls fail at once while the server is down.  The
+store's scheduler has one in its :class:`LoadPatience`: while the shelf hangs, one request waits for
+it and the others are computed.  That one serves shelves of every kind, since a call to a file
+system that hangs does not return.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import logging
 log = logging.getLogger(__name__)
 
 _PAUSE_S, _LONGEST_S = 5.0, 60.0
-"""How long no request is looked up after one waited in vain, doubled each time."""
+"""How long no request is looked up after one has timed out; doubled each time."""
 
 
 class Breaker:
-    """Whether something is to be tried now.
+    """Decides whether a call is made now.
 
-    Fields change by one assignment each, so that threads may share one: at worst two of them try.
+    Threads may share one: each field changes by one assignment, so that at worst two of them try.
 
     Args:
-        pause_s: after the first failure.
+        pause_s: the pause after the first failure.
         longest_s: each further failure doubles the pause, up to this.
     """
 
@@ -56,19 +56,19 @@ class Breaker:
         return max(0.0, self._until - now) if self.is_open else 0.0
 
     def failed(self, now: float) -> None:
-        """A try failed, or took too long."""
+        """Note that a try failed, or took too long."""
         self._pause_s = min(2 * self._pause_s, self._longest_s) or self._first_s
         self._until = now + self._pause_s
 
     def succeeded(self) -> None:
-        """A try was answered in time."""
+        """Note that a try was answered in time."""
         self._pause_s = 0.0
 
 
 class LoadPatience:
-    """How long requests wait for the shelf: one of them while it hangs, the others not at all.
+    """Limits how long requests wait for the shelf: while it hangs one of them does, the others not.
 
-    Its thread only; times are of one clock.
+    One thread; all times are of one clock.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class LoadPatience:
 
     @property
     def is_hung(self) -> bool:
-        """Whether the shelf did not answer the last time."""
+        """Whether the last request that waited for the shelf got no answer."""
         return self._breaker.is_open
 
     def admits(self, request: str, now: float) -> bool:
@@ -89,9 +89,12 @@ class LoadPatience:
         return True
 
     def is_over(self, request: str, waited_s: float, most_s: float, now: float) -> bool:
-        """Whether a request that waits for the shelf gives up, so that it is computed."""
+        """Whether a request stops waiting for the shelf, and is computed."""
+        # 1. Within its time it waits, unless the shelf hangs and another request tries it.
         if waited_s <= most_s:
             return self._breaker.is_open and request != self._trying
+        # 2. It has waited too long.  Only the first such request, and the one that tries, count as
+        #    failures: others of the same hang would lengthen the pause.
         if not self._breaker.is_open or request == self._trying:
             self._trying = ""
             self._breaker.failed(now)
@@ -105,7 +108,7 @@ class LoadPatience:
         return True
 
     def note_answer(self) -> None:
-        """The shelf answered in time."""
+        """Note that the shelf answered in time."""
         if self._breaker.is_open:
             log.info("pdconn: store: the shelf answers again")
             self._breaker.succeeded()

@@ -1,6 +1,6 @@
-"""What the scheduler's part of a store asks of every rank, and what ranks answer.
+"""Commands of the store's scheduler to the ranks, and their results.
 
-Commands go to all ranks alike with a step's metadata; each rank does its share of them::
+All ranks get the same commands, with a step's metadata; each does its share of them::
 
     OpenStore ─► Fetch ─► FetchResult ─► LoadRows ─► (vLLM: received)      or  DropFetch
                                          FailLoad ─► (vLLM: failed)
@@ -19,11 +19,11 @@ from pdconn.store.format.row import RowName, StoreLayout
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """Sent once, first: what rows look like, and which replica each rank is.
+    """The first command, sent again when the namespace changes.
 
     Attributes:
-        layout: of whole rows.
-        namespace: where the engine's rows are.
+        layout: the layout of whole rows.
+        namespace: the namespace of the engine's rows.
         writer: the name of this boot in the names of parts.
         replicas: by rank: for each (layer, chunk) it holds, its number among the ranks that
             hold the same heads, and how many these are: rank writes row ``index`` if
@@ -41,7 +41,7 @@ class Fetch:
     """Read rows into the staging area at byte ``offset`` and verify them.
 
     Rows lie one after another in the order given, each as large as the rank's share of it,
-    rounded up to pages; no other fetch has these bytes until this one was loaded or dropped.
+    rounded up to pages; no other fetch has these bytes until this one is loaded or dropped.
     """
 
     number: int
@@ -79,10 +79,10 @@ class FailLoad:
 
 @dataclass(frozen=True, slots=True)
 class DropFetch:
-    """The fetch's bytes are not needed: its reads may be left out.
+    """Cancels a fetch: reads that have not begun may be skipped.
 
-    A Fetch that has no FetchResult yet gets one all the same, when its last read has ended:
-    only then may its bytes be given to another.
+    A Fetch without a FetchResult still gets one, when its last read has ended: only then are its
+    bytes free.
     """
 
     number: int
@@ -111,14 +111,14 @@ class SaveRow:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """A rank has read all blocks of a SaveRows: they may be freed.  Its notes may come later."""
+    """A rank has read all blocks of a SaveRows: they may be freed.  Its notes may follow later."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """A rank could not even leave a note beside ``part``, as on a full disk."""
+    """A rank failed to write its note beside ``part``, as on a full disk."""
 
     part: str
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a store.  None of it may fail a request: a miss is computed."""
+"""Errors of a store.  None of them fails a request: what cannot be loaded is computed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transport.errors import FieldError, shown
 
 
 class StoreError(Exception):
-    """Base of what a store raises besides wrong settings."""
+    """Base of a store's errors, but for wrong settings."""
 
 
 class StoreSettingError(FieldError, ValueError):
@@ -22,7 +22,7 @@ class FormatError(StoreError):
 
 
 class RowMissing(StoreError):
-    """The row is not there (any more)."""
+    """The row was never saved, or is removed."""
 
 
 class RowDamaged(StoreError):

@@ -1,14 +1,14 @@
-"""What a root holds, read without an engine: for ``pdconn store``.
+"""Lists what a root holds, without an engine, for ``pdconn store``.
 
-A listing alone tells most, since a row's file name holds its key and its parent's::
+File names alone show which rows belong together: each holds the row's key and its parent's::
 
     FA   0 ── 1 ── 2 ── 3        an unbroken prefix of 4 blocks
               │
-              2' ── 3'           another prompt, which parts after block 1
+              2' ── 3'           another prompt, which differs after block 1
                         5        no prompt reaches it: its parent is gone
 
-Nothing here writes, but :func:`remove_rows`, which removes rows and nothing else.  All of it may
-run while engines use the root: rows that come and go meanwhile are seen or not.
+Only :func:`remove_rows` writes: it removes rows and nothing else.  All functions may run while
+engines use the root; rows that are added or removed meanwhile may be listed or not.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LAYOUTS = msgspec.json.Decoder(StoreLayout)
 
 
 class InspectError(FieldError, StoreError):
-    """A root that is none, or a namespace that it does not have."""
+    """A folder that is not the root of a store, or a namespace that the root does not have."""
 
 
 def open_existing(root: str | os.PathLike[str]) -> FilesShelf:
-    """The shelf of a root that is there already; nothing is made.
+    """Open the shelf of a root that exists; nothing is made.
 
     Raises:
         InspectError: the folder is not the root of a store.
@@ -66,7 +66,7 @@ def open_existing(root: str | os.PathLike[str]) -> FilesShelf:
 
 
 def read_layout(root: str | os.PathLike[str], namespace: str) -> StoreLayout | None:
-    """The layout of a namespace's rows, as an engine left it; None if there is none.
+    """The layout of a namespace's rows, as an engine wrote it; None if there is none.
 
     Raises:
         InspectError: the file cannot be read, or is no layout.
@@ -87,7 +87,7 @@ def read_layout(root: str | os.PathLike[str], namespace: str) -> StoreLayout | N
 
 
 def _check_layout(path: Path, layout: StoreLayout) -> None:
-    """Numbers that no engine writes would end a listing in the middle.
+    """Refuse numbers that no engine writes, on which a listing would fail half-way.
 
     Raises:
         InspectError: naming the first one.
@@ -139,7 +139,7 @@ class NamespaceSummary:
         block_tokens: of a canonical block; None if neither a layout nor a footer could be read.
         longest_prefix: canonical blocks of the longest chain of FA rows without a gap.
         longest_resumable: blocks of the longest one whose end can be resumed; None without
-            a layout, which tells what a window needs.
+            a layout, which says what a window needs.
         unreached: rows that no prompt can use, since a row before them is gone, or the FA row
             of a WA row.
     """
@@ -191,7 +191,7 @@ class RootSummary:
 
 
 def summarize(root: str | os.PathLike[str], shelf: Shelf) -> RootSummary:
-    """What the root holds now.
+    """Summarize what the root holds now.
 
     Raises:
         StoreError: it cannot be listed.
@@ -277,7 +277,7 @@ def rows_of(shelf: Shelf, namespace: str | None) -> list[StoredRow]:
 
 
 def rows_older_than(rows: Sequence[StoredRow], used_before: float) -> list[StoredRow]:
-    """Those of one namespace that no prompt used since ``used_before`` (seconds, epoch).
+    """Rows of one namespace that no prompt has used since ``used_before`` (seconds, epoch).
 
     A row is as young as what depends on it, so that no row is left without those before it: an
     FA row as its children and its WA row, also where only these were read.
@@ -308,7 +308,7 @@ def remove_rows(
     Where the root has accounts, its bytes are free for engines at once.
 
     Args:
-        done: is told after each row how many were tried.
+        done: called after each row with the number of rows tried.
 
     Returns:
         What was removed; rows that were gone already do not count.
@@ -321,7 +321,7 @@ def remove_rows(
     with _remover(root, shelf) as remove:
         for count, row in enumerate(in_order, 1):
             nbytes = remove(row.namespace, row.name)
-            if nbytes or not row.nbytes:  # a file without bytes looks as if it was gone
+            if nbytes or not row.nbytes:  # a file without bytes looks like one that is gone
                 removed += RowAmount(1, nbytes)
             done(count)
     return removed
@@ -329,7 +329,7 @@ def remove_rows(
 
 @contextmanager
 def _remover(root: str | os.PathLike[str], shelf: Shelf) -> Iterator[Callable[[str, RowName], int]]:
-    """Removes a row; while it is open, we are a writer that has reserved nothing."""
+    """Yields what removes a row.  Meanwhile this process is a writer that has reserved nothing."""
     if recorded_usage(root) is None:
         yield shelf.remove
         return

@@ -17,7 +17,7 @@ SHELVES = ("files", "posix", "obj")
 OF_OBJ = ("bucket", "endpoint", "region")
 """Keys that have a meaning with the shelf ``obj`` alone."""
 REPEAT_S = 10.0
-"""How often a warning is logged that each row repeats while a device refuses."""
+"""The least time between two logs of a warning that every row repeats while a device refuses."""
 SAVE = ("prompt", "all")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){0,8}")
 _ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:]{2,45}\])(?::\d{1,5})?/?")
@@ -49,7 +49,7 @@ def read_store_settings(given: Any) -> StoreSettings:
     """Check the mapping that a user wrote.
 
     Raises:
-        StoreSettingError: naming the key, what was expected and what came.
+        StoreSettingError: naming the key, the expected value and the given one.
     """
     if not isinstance(given, Mapping):
         raise StoreSettingError("store", "an object with root and capacity", repr(given))

@@ -1,4 +1,4 @@
-"""Whether rows are what was saved, found out without an engine.
+"""Checks without an engine that rows are what was saved.
 
 ::
 
@@ -6,8 +6,8 @@
     slabs       have the checksums that the footer names                with the rows' layout
 
 A footer has the checksums of its slabs, but not their sizes; these are in the layout that engines
-leave beside the rows of a namespace.  A layout that does not fit sound footers is not believed:
-it would make every row look damaged.
+write beside the rows of a namespace.  A layout that does not fit sound footers is ignored: with it
+every row would look damaged.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MOST_TOKENS = 1 << 40
 
 
 class RowState(StrEnum):
-    """What was found out of a row."""
+    """The result of checking a row."""
 
     GOOD = "good"
     """Footer and every slab are as saved."""
     FOOTER_GOOD = "footer good"
-    """The footer is, and the slabs were not compared for want of a layout."""
+    """The footer is as saved; without a layout the slabs were not compared."""
     DAMAGED = "damaged"
-    """Proven to be other bytes than those saved."""
+    """Its bytes are not those that were saved."""
     UNREADABLE = "unreadable"
     """The device or the file system refused."""
     GONE = "gone"
@@ -90,10 +90,10 @@ def check_row(shelf: Shelf, row: StoredRow, layout: StoreLayout | None) -> Check
 
 
 def footer_of(shelf: Shelf, row: StoredRow) -> Footer:
-    """The footer of a row, which says what the row is.
+    """Read the footer of a row, which identifies the row.
 
     Raises:
-        RowDamaged: it is none, it is another row's, or the row is not as long as it says.
+        RowDamaged: no footer, another row's, or one of a row of another length.
         RowMissing, ShelfFailure: it cannot be read now.
     """
     if row.nbytes < ALIGNMENT or row.nbytes % ALIGNMENT:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pdconn.planning.gaps import NO_GAPS
-from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.plan import NO_GAPS, Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ReadBlocks
 from registration.references import AttentionKind

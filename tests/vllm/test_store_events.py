@@ -271,7 +271,7 @@ def test_a_reset_removes_all_that_was_told_and_nothing_on_its_way_is_told_after_
     events.serving(request(tokens), rows(tokens))
     before = take_all(events)
     events.saving(request(other), rows(other))
-    events.cleared(engine_told=False)
+    events.cleared(engine_announces=False)
     events.told(rows(other), [])
     after = take_all(events)
     assert all(isinstance(event, BlockRemoved) for event in after)
@@ -284,7 +284,7 @@ def test_a_reset_that_the_engine_tells_of_is_not_told_again() -> None:
     tokens, events = prompt(3 * ROW), make()
     events.serving(request(tokens), rows(tokens))
     take_all(events)
-    events.cleared(engine_told=True)
+    events.cleared(engine_announces=True)
     events.told([], rows(tokens))
     assert (take_all(events), len(events)) == ([], 0)
     events.serving(request(tokens), rows(tokens))
@@ -377,5 +377,5 @@ def test_a_router_counts_stored_rows_as_the_store_would_serve_them() -> None:
     assert hit(tokens[: 2 * ROW])[0] == ROW, "the last token is computed, and rows are whole"
     events.told([], windowed[1:2])
     assert hit(tokens)[0] == ROW
-    events.cleared(engine_told=False)
+    events.cleared(engine_announces=False)
     assert hit(tokens) == (0, 0.0)

@@ -8,25 +8,17 @@
                /writers/WRITER    bytes that it has reserved, wants, and its capacity;
                                   a shared lock is held by all its processes while they live
 
-The law: committed + reserved of all writers is at most the capacity, and is never below the
-bytes that are there.  So every step counts too much before it counts right:
+The invariant: committed + reserved of all writers is at most the capacity, and is never below the
+bytes that are there.  So every step counts too much before it counts right (a part is reserved
+before it is made), and a process that is killed in between leaves a count that is too high.  A
+*recount* corrects it: it lists the rows, and forgets writers without a living process, after it has
+discarded their parts.
 
-* a part is covered by its writer's reserve before it is made;
-* under one lock, a row is committed, then counted as committed, then reserved no more;
-* under one lock, a row is removed, and then counted as removed.
+A process that is stopped while it holds the lock keeps the background threads of others from
+saving anything: each try fails after half a minute.  No engine's thread waits for the lock.
 
-A process that is killed between two steps leaves a count that is too high.  A *recount* puts it
-right: it lists the rows, and forgets writers of which no process lives, after their parts were
-discarded.  A process that is stopped while it holds the lock keeps the background threads of
-others from saving anything: each try fails after half a minute.  No engine waits for the lock.
-
-Each record carries a checksum of its own.  Records are changed in place, so that a full disk
-does not keep a count from going down; one that a crash has torn cannot be read, which a recount
-mends.
-
-All of it may be removed while engines run (``rm -rf ROOT/*``, a file system mounted anew).  It is
-made anew by the next call.  A writer whose account is gone keeps of its reserve only what is free
-then, since others may have reserved it meanwhile; rows that it covers no more are not committed.
+All of it may be removed while engines run (``rm -rf ROOT/*``, a file system mounted anew); the next
+call makes it anew.
 """
 
 from __future__ import annotations
@@ -102,7 +94,7 @@ class RowCount:
 
 @dataclass(slots=True)
 class WriterAccount:
-    """Bytes that a writer has reserved, would like besides, and its capacity."""
+    """Bytes that a writer has reserved, bytes that it wants besides, and its capacity."""
 
     reserved: int
     wanted: int
@@ -110,7 +102,7 @@ class WriterAccount:
 
 
 def sum_usage(count: RowCount | None, accounts: Iterable[WriterAccount]) -> Usage:
-    """Of these writers, at least one."""
+    """The usage of a root with these writers, at least one."""
     found = list(accounts)
     least = min(account.capacity for account in found)
     return Usage(
@@ -131,7 +123,8 @@ def read_count(folder: Path) -> RowCount | None:
 
 
 def write_count(folder: Path, count: RowCount) -> None:
-    """Keep the count of rows."""
+    """Write the count of rows."""
+    # In place, so that a full disk does not keep a count from going down.
     fd = open_ours(folder / "ledger", os.O_WRONLY | os.O_CREAT)
     try:
         os.pwrite(fd, _record(_COUNT, count.committed, count.wa), 0)
@@ -146,13 +139,13 @@ def read_account(path: Path) -> WriterAccount | None:
 
 
 def write_account(fd: int, account: WriterAccount) -> None:
-    """Keep our account."""
+    """Write our account."""
     data = _record(_ACCOUNT, account.reserved, account.wanted, account.capacity)
     os.pwrite(fd, data, 0)
 
 
 def recorded_usage(root: str | os.PathLike[str]) -> Usage | None:
-    """What the accounts of a root say, without taking part in them; None if there are none.
+    """The usage that the accounts of a root record; None if there are none.
 
     Nothing is locked or written.  Writers that are dead and not yet forgotten count.
     """
@@ -167,14 +160,15 @@ def recorded_usage(root: str | os.PathLike[str]) -> Usage | None:
 
 
 def news_line(row: StoredRow) -> bytes:
-    """A row that is there now; begins a line of its own, whatever was written before."""
+    """The line of a row that is there now."""
+    # It begins with an end of line: the line before it may be torn.
     name = row.name
     line = f"\n{row.namespace} {name.kind} {name.file_name} {row.nbytes} {row.used_at!r}\n"
     return line.encode()
 
 
 def parse_news(data: bytes) -> list[StoredRow]:
-    """The rows of these lines; what is no whole line is left out."""
+    """The rows of these lines; torn lines are skipped."""
     found = []
     for line in data.decode(errors="replace").splitlines():
         try:
@@ -188,6 +182,7 @@ def parse_news(data: bytes) -> list[StoredRow]:
 
 
 def _record(form: struct.Struct, *numbers: int) -> bytes:
+    # A checksum each: a record that a crash has torn is not read, and a recount makes it anew.
     body = form.pack(_MAGIC, *numbers)
     return body + _DIGEST.pack(checksum(body))
 
@@ -213,13 +208,15 @@ class Recounted:
 
 
 class Accounts:
-    """One writer's way to the accounts of a root.  One thread; calls may wait for other processes.
+    """The accounts of a root, as one writer uses them.
+
+    One thread; calls may wait for other processes.
 
     Args:
         capacity: bytes; the smallest that a live writer of the root names counts.
         wait_s: how long a call waits for the lock.
-        lost: called, within a call, with the reserved bytes that we have no more since our account
-            was removed.
+        lost: called, within another call, with the reserved bytes that were lost because our
+            account was removed.
 
     Raises:
         ShelfFailure: the accounts cannot be read or written, or are locked for too long; nothing
@@ -250,7 +247,7 @@ class Accounts:
             self._open = opened.pop_all()
 
     def usage(self) -> Usage:
-        """As of now."""
+        """The usage now."""
         with self._locked():
             return self._usage()
 
@@ -264,12 +261,12 @@ class Accounts:
         return granted
 
     def release(self, nbytes: int) -> None:
-        """Reserved bytes are not used."""
+        """Give back reserved bytes."""
         with self._locked():
             kept = min(nbytes, self._own.reserved)
             self._write_own(-kept, self._own.wanted)
         if kept < nbytes:
-            self._lost(kept - nbytes)  # those lost with our account were to be released
+            self._lost(kept - nbytes)  # the rest was lost with our account before
 
     def commit(self, shelf: Shelf, part: StoredPart, row: StoredRow) -> bool:
         """Give a part, whose bytes we reserved, its name; False if the row was there.
@@ -279,6 +276,7 @@ class Accounts:
         Raises:
             ShelfFailure: it is not committed.
         """
+        # Under one lock: committed, then counted as committed, then reserved no more.
         with self._locked():
             self._check_covered(row)
             self._append_news(row)
@@ -306,7 +304,7 @@ class Accounts:
             return None if self._has_news() else self._remove(shelf, namespace, name)
 
     def take_news(self) -> list[StoredRow]:
-        """Rows that were committed since the last call.  The evictor alone takes them."""
+        """Rows that were committed since the last call, for the evictor alone."""
         with self._locked():
             if not self._has_news():
                 return []
@@ -351,10 +349,7 @@ class Accounts:
             return is_at(fd, self._folder / "evictor")
 
     def leave(self) -> None:
-        """Close, and forget our account: nothing of ours is on its way.
-
-        For a writer of one process, that reserved nothing.
-        """
+        """Close, and remove our account: for a writer of one process that has reserved nothing."""
         try:
             with self._locked():
                 (self._folder / "writers" / self._writer).unlink(missing_ok=True)
@@ -362,7 +357,7 @@ class Accounts:
             self.close()
 
     def close(self) -> None:
-        """Leave.  What is reserved is freed by a recount, once no process of ours lives."""
+        """Close.  A recount frees what is reserved, once no process of this writer lives."""
         self._open.close()
 
     # Under the lock
@@ -379,7 +374,8 @@ class Accounts:
                 self._lock.release()
 
     def _join_again(self, mine: HeldWriter) -> None:
-        """Our account was removed: reserve anew what is free of what we had."""
+        """Our account was removed: reserve as much of what it had as is free."""
+        # The rest may be others' by now.  Rows that are not covered any more are not committed.
         self._is_written = False
         before = self._own
         none = WriterAccount(0, before.wanted, before.capacity)
@@ -396,7 +392,7 @@ class Accounts:
         self._lost(before.reserved - kept)
 
     def _usage(self, own: WriterAccount | None = None) -> Usage:
-        """As of now, with another account of ours than the one that is written."""
+        """The usage now, with ``own`` in place of our account."""
         others = [read_account(self._folder / "writers" / name) for name in self._others()]
         accounts = [account for account in others if account is not None]
         return sum_usage(read_count(self._folder), [*accounts, own or self._own])
@@ -407,7 +403,7 @@ class Accounts:
         return sorted(name for name in ours if is_writer(name) and name != self._writer)
 
     def _check_covered(self, row: StoredRow) -> None:
-        """See that a row's bytes are reserved; they are not once our account was removed."""
+        """Check that a row's bytes are reserved: our account may have been removed."""
         if self._own.reserved < row.nbytes:
             raise ShelfFailure(
                 f"budget: {row.name.file_name}: expected {row.nbytes} reserved bytes, got "
@@ -415,13 +411,15 @@ class Accounts:
             )
 
     def _write_own(self, more: int, wanted: int) -> None:
-        """Reserve more, or less; what we remember changes once it is written."""
+        """Reserve more, or less."""
+        # Our copy changes once the file has.
         changed = WriterAccount(max(0, self._own.reserved + more), wanted, self._own.capacity)
         assert self._mine is not None
         write_account(self._mine.fd, changed)
         self._own = changed
 
     def _remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+        # Removed first, and then counted as removed.
         nbytes = shelf.remove(namespace, name)
         count = read_count(self._folder)
         if count is not None:
@@ -464,7 +462,7 @@ class Accounts:
         return Recounted(rows, list(claimed))
 
     def _sort_parts(self, shelf: Shelf, dead: set[str]) -> int:
-        """Discard parts of dead writers; bytes of parts that are there and not reserved."""
+        """Discard parts of dead writers.  Returns bytes of parts that no reserve covers."""
         live: Counter[str] = Counter()
         uncovered = 0
         known = {self._writer, *self._others()} - dead

@@ -1,11 +1,11 @@
-"""Locks of files: which processes live, and which one may change something.
+"""File locks: which processes live, and which one may change the accounts.
 
 All are ``flock``: the kernel frees them when the last process that shares a descriptor ends,
-however it ends.  Only regular files are opened, and never waited for: a link, a pipe or a
-folder that somebody put in a file's place is an error that names it.
+however it ends.  Only regular files are opened, and without waiting: a link, a pipe or a folder in
+the place of a file is an error that names it.
 
-A root may be emptied, or replaced, while engines run.  A lock is one of the file that its path
-names *now*: a descriptor of a file that was removed locks out nobody who comes later.
+A root may be emptied, or replaced, while engines run.  A lock counts only if its file is the one
+that its path names *now*: a lock of a removed file excludes no process that opens the path later.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def open_ours(path: str | Path, flags: int) -> int:
 
 
 def is_at(fd: int, path: str | Path) -> bool:
-    """Whether an open file is what its path names now: not once it was removed or replaced.
+    """Whether an open file is the one that its path names now, and not removed or replaced.
 
     Raises:
-        OSError: the file system does not answer.
+        OSError: the file system refuses.
     """
     try:
         ours = os.fstat(fd)
@@ -58,7 +58,7 @@ def is_at(fd: int, path: str | Path) -> bool:
 
 
 class PathLock:
-    """The lock of a path, alone; its file and folders are made, and made anew where they are gone.
+    """An exclusive lock of a path.  Its file and folders are made where they are missing.
 
     One thread.
     """
@@ -68,10 +68,10 @@ class PathLock:
         self._fd: int | None = None
 
     def acquire(self, wait_s: float) -> None:
-        """Lock what the path names.
+        """Lock the file that the path names.
 
         Raises:
-            OSError: it cannot be made, or is held by another process all the time.
+            OSError: it cannot be made, or another process holds the lock all the time.
         """
         while True:
             if self._fd is None or not is_at(self._fd, self._path):
@@ -84,25 +84,25 @@ class PathLock:
             self.release()
 
     def release(self) -> None:
-        """Unlock; harmless without the lock."""
+        """Unlock.  Idempotent."""
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Unlock for good; a second call has no effect."""
+        """Unlock, and close the file.  Idempotent."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
 
 
 class HeldWriter:
-    """Shows that a process of ``writer`` lives, by a shared lock of its account, until closed.
+    """A shared lock of a writer's account, which shows that a process of the writer lives.
 
     Attributes:
         fd: a descriptor of the account.
 
     Raises:
-        ShelfFailure: it cannot be shown.
+        ShelfFailure: the account cannot be made or locked.
     """
 
     def __init__(self, root: str | Path, writer: str) -> None:
@@ -111,7 +111,7 @@ class HeldWriter:
         self._is_closed = False
 
     def renew(self) -> bool:
-        """Make and lock the account anew if it is gone; whether it was.
+        """Make and lock the account anew if it is gone.  Returns whether it was.
 
         Raises:
             ShelfFailure: it cannot be made; the old one is still held then.
@@ -124,7 +124,7 @@ class HeldWriter:
         return True
 
     def close(self) -> None:
-        """Show it no more; a second call has no effect."""
+        """Unlock, and close the file.  Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self.fd)
@@ -145,7 +145,7 @@ class HeldWriter:
 
 
 def claim_writer(path: Path) -> int | None:
-    """A descriptor that keeps processes of a dead writer from coming back; None if one lives."""
+    """Lock the account of a writer, against its return; None if a process of it lives."""
     try:
         fd = open_ours(path, os.O_RDWR)
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def claim_writer(path: Path) -> int | None:
 def try_lock(path: Path) -> int | None:
     """A descriptor that holds ``path`` alone, or None while another process does.
 
-    See :func:`is_at` for whether it still does.
+    :func:`is_at` says whether it still does.
 
     Raises:
         ShelfFailure: it cannot be locked.
@@ -173,7 +173,7 @@ def wait_lock(fd: int, kind: int, wait_s: float = LOCK_WAIT_S) -> None:
     """Lock ``fd``.
 
     Raises:
-        OSError: it is held by another process all the time.
+        OSError: another process holds the lock for the whole time.
     """
     until, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
     while True:
@@ -203,7 +203,7 @@ def _locked_or_closed(fd: int) -> int | None:
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """Errors of the system are those of the shelf."""
+    """Raises errors of the system as :class:`ShelfFailure`."""
     try:
         yield
     except OSError as error:

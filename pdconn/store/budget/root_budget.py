@@ -5,8 +5,8 @@
     RootBudget.step ─► recount if due ─► Evictor frees what is missing ─► Allowance reserves
     engine's thread ── takes bytes, without a system call ──► Allowance.room
 
-The allowance is reserved in advance, up to a target that doubles when something could not be given,
-and falls back slowly when all was::
+The allowance is reserved in advance, up to a target that doubles when it was too small for a row,
+and falls back slowly while it is large enough::
 
     share of the capacity, a few rows  <=  target  <=  a quarter of the capacity, by writers
 
@@ -40,17 +40,17 @@ from pdconn.threads import AmountBox
 log = logging.getLogger(__name__)
 
 _SHARE = 16
-"""An allowance is one byte of so many, divided by the number of writers, until more is missed."""
+"""The usual target is this fraction of the capacity, divided by the number of writers."""
 
 _MOST = 4
-"""As :data:`_SHARE`, of what an allowance may become."""
+"""The largest target is this fraction of the capacity, divided likewise."""
 
 _FALL = 32
-"""Demand falls by one part of so many at each step: to half in 10 s of an idle engine."""
+"""Each step lowers the demand by this fraction: to half in 10 s of an idle engine."""
 
 
 class Allowance:
-    """Keeps bytes ready in a box.
+    """Reserved bytes that the engine's thread takes from without a system call.
 
     Args:
         least: bytes that are kept ready where the capacity has room for them.
@@ -70,12 +70,12 @@ class Allowance:
         return self.room.amount
 
     def give_back(self, nbytes: int) -> None:
-        """Taken bytes were not written."""
+        """Return taken bytes that were not written."""
         self.room.add(nbytes)
 
     def lose(self, nbytes: int) -> None:
-        """Reserved bytes are reserved no more; where they were taken already, less than none is
-        ready until the rows they were taken for are given up."""
+        """Subtract bytes whose reserve was lost."""
+        # They may be taken already: the amount is negative until their rows are given up.
         self.room.add(-nbytes)
 
     def top_up(self, accounts: Accounts) -> None:
@@ -117,12 +117,12 @@ _SOON_S = 5.0
 _STEP_S = 0.2
 _WARN_S = 60.0
 HEADROOM = 16
-"""One byte of so many is kept free."""
+"""This fraction of the capacity is kept free."""
 
 
 @dataclass(slots=True)
 class _Freeing:
-    """One step: until when, and what has gone."""
+    """One step of the evictor: its end, and what it has removed."""
 
     until: float
     places: list[Place] = field(default_factory=list)
@@ -131,7 +131,7 @@ class _Freeing:
 
 
 class Evictor:
-    """Removes rows of a root, if this process is the one that does.
+    """Evicts rows of a root, if this process is the root's evictor.
 
     Args:
         wa_share: WA bytes at most, as a share of the capacity; None for no limit.
@@ -155,11 +155,11 @@ class Evictor:
         return self._lock is not None
 
     def step(self, shelf: Shelf) -> list[Place]:
-        """Free what is missing, for a fifth of a second at most; the rows that were removed.
+        """Free what is missing, for a fifth of a second at most.  Returns the rows removed.
 
         Raises:
-            StoreError: the accounts or the listing fail; a row that cannot be removed is passed
-                over instead.
+            StoreError: the accounts or the listing fail.  A row that cannot be removed is skipped
+                instead.
         """
         if not self._is_evictor():
             return []
@@ -191,12 +191,13 @@ class Evictor:
         self._tree = None
 
     def take_met_gone(self) -> bool:
-        """Whether a row was gone before it was evicted, since the last call: a recount is due."""
+        """Whether a row to be evicted was gone already, since the last call: a recount is due."""
         met, self._has_met_gone = self._has_met_gone, False
         return met
 
     def _is_evictor(self) -> bool:
-        """Become the evictor, unless another is; our lock counts no more once its file is gone."""
+        """Whether this process is the evictor; it becomes so if no other is."""
+        # A lock of a file that was removed excludes no other process.
         if self._lock is not None and not self._accounts.is_evictor(self._lock):
             self.close()
         if self._lock is None:
@@ -204,7 +205,7 @@ class Evictor:
         return self._lock is not None
 
     def _learn(self) -> None:
-        """Take the names of new rows; before the first listing they are of no use."""
+        """Add new rows to the tree; before the first listing there is none."""
         for row in self._accounts.take_news():
             if self._tree is not None:
                 self._tree.add(row)
@@ -231,7 +232,7 @@ class Evictor:
         *,
         is_wa: bool = False,
     ) -> None:
-        """Remove victims until nothing is left to free; one that cannot be is passed over."""
+        """Remove victims until nothing is left to free; one that cannot be removed is skipped."""
         kind = RowKind.WA if is_wa else None
         while left() > 0 and self._clock() < done.until:
             place = tree.victim(kind)
@@ -251,7 +252,7 @@ class Evictor:
                 self._failed(place, error)
                 continue
             tree.removed(place)
-            # Somebody else removed a row of no bytes, and the count still has it.
+            # No bytes: another process has removed the row, and the count still has it.
             self._has_met_gone = self._has_met_gone or not nbytes
             done.places.append(place)
             done.nbytes += nbytes
@@ -274,11 +275,11 @@ class Evictor:
 
 _RECOUNT_S = 600.0
 _RECOUNT_SOON_S = 60.0
-"""A recount after one that followed lost accounts: parts that were on their way are over then."""
+"""Until the recount after one that followed lost accounts: parts under way are over then."""
 _LOOK_S = 5.0
-"""How often it is looked for dead writers, a count that cannot be read, and folders replaced."""
+"""Between checks for dead writers, a count that cannot be read, and replaced folders."""
 _ROWS = 4
-"""Rows of each kind that an allowance is good for at least."""
+"""The least allowance, in rows of each kind."""
 
 
 class RootBudget:
@@ -310,11 +311,11 @@ class RootBudget:
 
     @property
     def room(self) -> AmountBox:
-        """Bytes that may be written; the engine's thread takes of it."""
+        """Bytes that may be written; the engine's thread takes from it."""
         return self._allowance.room
 
     def open(self, shelf: Shelf) -> None:
-        """Take part in the root's accounts."""
+        """Open the root's accounts."""
         settings = self._settings
         if self._accounts is None:
             self._accounts = Accounts(
@@ -324,7 +325,7 @@ class RootBudget:
         self.step(shelf, "")
 
     def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
-        """Recount if it is due, evict, top up; rows of ``namespace`` that were evicted."""
+        """Recount if it is due, evict, top up.  Returns the evicted rows of ``namespace``."""
         accounts, evictor = self._opened()
         self._recount(accounts, shelf, namespace)
         gone = evictor.step(shelf)
@@ -333,7 +334,7 @@ class RootBudget:
         return [name for where, name in gone if where == namespace]
 
     def _recount(self, accounts: Accounts, shelf: Shelf, namespace: str) -> None:
-        """Recount now and then, and where a look shows that the count is wrong."""
+        """Recount every ten minutes, and when the count is known to be wrong."""
         now = self._clock()
         if now - self._looked_at < _LOOK_S:
             return
@@ -347,10 +348,8 @@ class RootBudget:
         self._is_wrong = False
 
     def _is_replaced(self, namespace: str) -> bool:
-        """Whether a folder of rows that was there at the last look is gone, or may be another one.
-
-        It may also be that a namespace was made in it, which is rare enough to count anew then.
-        """
+        """Whether a folder of rows is gone since the last call, or may be another one."""
+        # A new namespace changes it as well: that is rare, and costs a recount.
         top = os.path.join(self._settings.root, "rows")
         paths = [top, os.path.join(top, namespace)] if namespace else [top]
         before, self._folders = self._folders, {path: folder_id(path) for path in paths}
@@ -360,26 +359,26 @@ class RootBudget:
         )
 
     def _lost(self, nbytes: int) -> None:
-        """The accounts were removed, and with them so much of our reserve."""
+        """Note that the accounts were removed, and with them so much of our reserve."""
         self._allowance.lose(nbytes)
         self._is_wrong, self._looked_at = True, float("-inf")
 
     def take_listing(self) -> list[StoredRow] | None:
-        """The rows of all namespaces as the last recount found them, once."""
+        """The rows of all namespaces that the last recount found, once."""
         listing, self._listing = self._listing, None
         return listing
 
     def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
-        """Commit a part of taken bytes; False, and they stay taken, if the row was there."""
+        """Commit a part of taken bytes; False if the row was there: the bytes stay taken then."""
         row = StoredRow(namespace, name, part.nbytes, self._now())
         return self._opened()[0].commit(shelf, part, row)
 
     def release(self, nbytes: int) -> None:
-        """Taken bytes were not written, or the row was there already."""
+        """Return taken bytes that no row has used."""
         self._allowance.give_back(nbytes)
 
     def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
-        """Remove a damaged row; its bytes."""
+        """Remove a damaged row.  Returns its bytes."""
         return self._opened()[0].remove(shelf, namespace, name)
 
     def usage(self) -> dict[str, int]:
@@ -400,7 +399,7 @@ class RootBudget:
         return taken
 
     def close(self) -> None:
-        """Leave the root's accounts; rows that are there stay."""
+        """Close the root's accounts; rows stay."""
         if self._evictor is not None:
             self._evictor.close()
         if self._accounts is not None:

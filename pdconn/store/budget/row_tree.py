@@ -5,7 +5,7 @@
     FA 0 ── FA 1 ── FA 2 ── FA 3        a *leaf* has no FA row after it and no WA row of its own
                └─── FA 2'   └ WA 3      key; WA rows are leaves
 
-Leaves go first, the one that was used longest ago before others, so no row ever loses one that
+Leaves are evicted first, the one that was used longest ago before others, so no row loses one that
 it needs to be reached; of one boundary the WA row goes before the FA row.
 """
 
@@ -31,11 +31,10 @@ class _KeptRow:
 
 
 class RowTree:
-    """Rows of all namespaces of a root.  One thread.
+    """Rows of all namespaces of a root.  One thread."""
 
-    Candidates of each kind are in a heap, which may hold what has changed since: an entry that
-    is not a leaf's present place in the order is put right, or dropped, when it comes up.
-    """
+    # Candidates of each kind are in a heap, whose entries may be stale: one that is not a leaf's
+    # present place in the order is replaced or dropped when it is the first.
 
     def __init__(self, rows: Iterable[StoredRow] = ()) -> None:
         self._rows: dict[Place, _KeptRow] = {}
@@ -56,11 +55,11 @@ class RowTree:
         return place in self._rows
 
     def used_at(self, place: Place) -> float:
-        """When a row that is there was last used, as far as we know."""
+        """The last known use of a row of the tree."""
         return self._rows[place].used_at
 
     def add(self, row: StoredRow) -> None:
-        """A row is there."""
+        """Add a row."""
         place = row.namespace, row.name
         if place in self._rows:
             self.touched(place, row.used_at)
@@ -69,13 +68,13 @@ class RowTree:
             self._offer(place)
 
     def touched(self, place: Place, used_at: float) -> None:
-        """A row was used; times before the last are left out."""
+        """Note that a row was used; a time before the last known one is ignored."""
         kept = self._rows.get(place)
         if kept is not None and used_at > kept.used_at:
             kept.used_at = used_at
 
     def removed(self, place: Place) -> None:
-        """A row is gone."""
+        """Drop a row that is gone."""
         if self._rows.pop(place, None) is None:
             return
         self._passed.discard(place)
@@ -92,11 +91,11 @@ class RowTree:
             self._offer(before)
 
     def passed_over(self, place: Place) -> None:
-        """A row cannot be removed: it is no victim, until another tree is made."""
+        """Note that a row cannot be removed: it is not evicted until another tree is made."""
         self._passed.add(place)
 
     def victim(self, kind: RowKind | None = None) -> Place | None:
-        """The leaf that goes next, or the next of one kind; None if there is none."""
+        """The leaf to evict next, or the next of one kind; None if there is none."""
         kinds = list(RowKind) if kind is None else [kind]
         tops = [top for top in map(self._top, kinds) if top is not None]
         return min(tops)[1] if tops else None

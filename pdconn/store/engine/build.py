@@ -17,7 +17,6 @@ from pdconn.store.engine.keeper import (
     KeeperCommand,
     KeeperLoop,
     KeeperReport,
-    row_sizes,
 )
 from pdconn.store.engine.lookups import (
     Catalogue,
@@ -33,7 +32,14 @@ from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.prompt import Spacing, pieces
-from pdconn.store.format.row import RowKind, StoreLayout, as_kept, row_nbytes, share_layout
+from pdconn.store.format.row import (
+    RowKind,
+    StoreLayout,
+    as_kept,
+    row_nbytes,
+    row_sizes,
+    share_layout,
+)
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.folders import keep_layout
@@ -54,7 +60,7 @@ def build_scheduler(
     clock: Callable[[], float],
     shelf: Callable[[], Shelf] | None = None,
     budget: Budget | None = None,
-    told: NoteRows | None = None,
+    note_rows: NoteRows | None = None,
 ) -> StoreScheduler:
     """A scheduler with its threads started.
 
@@ -63,7 +69,7 @@ def build_scheduler(
         namespace: where the engine's rows are.
         writer: this boot's name.
         shelf, budget: other ones than the settings say, for tests.
-        told: see :class:`Keeper`.
+        note_rows: called with rows committed and gone, on the engine's thread.
 
     Raises:
         StoreError: the root cannot be opened.
@@ -76,7 +82,7 @@ def build_scheduler(
     _warn_of_little_room(settings, layout, sizes)
     keeper, lookups = _start_threads(
         settings, layout, sizes, num_ranks=len(ranks), namespace=namespace, writer=writer,
-        shelf=open_it, budget=budget, clock=clock, told=told,
+        shelf=open_it, budget=budget, clock=clock, note_rows=note_rows,
     )  # fmt: skip
     return StoreScheduler(
         settings,
@@ -103,7 +109,7 @@ def _start_threads(
     shelf: Callable[[], Shelf],
     budget: Budget | None,
     clock: Callable[[], float],
-    told: NoteRows | None,
+    note_rows: NoteRows | None,
 ) -> tuple[Keeper, Lookups]:
     """Both threads, each with the other's inbox: they learn together which rows are there."""
     to_keeper: Box[KeeperCommand] = Box()
@@ -134,17 +140,15 @@ def _start_threads(
         room=None if budget is None else budget.room,
         lookups=to_lookups,
         namespace=namespace,
-        told=told,
+        note_rows=note_rows,
     )
     worker = Worker("pdconn-store-lookup", looking.run, to_lookups, answers)
     return keeper, Lookups(worker, keeper.note_answer)
 
 
 def _warn_of_little_room(settings: StoreSettings, layout: StoreLayout, sizes: ShareSizes) -> None:
-    """Say what else would show as misses and skipped rows alone: nothing fits.
-
-    A prefix is as far from its start as windows reach: the shortest one that needs all their rows.
-    """
+    """Warn where nothing fits, which would otherwise show as misses and skipped rows alone."""
+    # So far from the start every window is whole: such a boundary needs the most rows.
     far = layout.block_tokens << 20
     num_wa = len(pieces(layout.wa, far))
     least = sizes.of_rows([(RowKind.FA, 0)] + [(RowKind.WA, 0)] * num_wa)

@@ -7,17 +7,15 @@
                         takes from AmountBox ◄── bytes that may be written ┘
     look-ups          ◄── RowsListed, RowsStored, RowsGone ────────────────┘
 
-The engine's thread asks it for nothing that takes a system call: rows to save are admitted by
-an allowance that the keeper keeps topped up.
+The engine's thread makes no system call for it: rows to save are admitted by an allowance that the
+keeper keeps topped up.
 
-Rows that all ranks have written become visible in an order that readers rely on.  Every rank leaves
-a note beside a part.  When the notes of all ranks are there, their checksums go into the footer,
-and the part gets the row's name.  Within a batch FA rows come first and WA rows last, and a WA row
-is committed only if its FA row is there: it tells readers that the boundary can be resumed.
+Every rank writes a note beside a part.  When the notes of all ranks are there, their checksums go
+into the footer, and the part gets the row's name.  Readers rely on the order: FA rows before WA
+rows, since a WA row says that its boundary can be resumed.
 
-A row of which a rank says that it cannot save its share is given up at once, and one whose notes
-do not come, of a rank that died or hangs, after a minute.  A rank that was late may make the part
-anew, of bytes that nobody reserved any more: parts that were given up are discarded again.
+A row is given up at once if a rank reports that it cannot save its share, and after a minute if
+notes are missing, as those of a rank that died or hangs.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from pdconn.store.format.row import (
     decode_note,
     encode_footer,
     joined,
-    row_nbytes,
+    row_sizes,
 )
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
@@ -65,25 +63,17 @@ _MOST_GIVEN_UP = 1024
 """How often, for how long, and how many parts that were given up are discarded again."""
 
 _AHEAD = 4
-"""Rows without their notes, after which no more are looked at: ranks write them in order."""
-
-
-def row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
-    """Bytes of a row of each kind with its footer."""
-    sizes = {RowKind.FA: row_nbytes(layout.fa)}
-    if layout.wa is not None:
-        sizes[RowKind.WA] = row_nbytes(layout.wa)
-    return sizes
+"""So many rows without all notes end a look for notes: ranks write rows in order."""
 
 
 class CommitBudget(Protocol):
-    """What commits ask of the byte budget: reserved bytes become a row's, or are free again."""
+    """The byte budget as commits use it: taken bytes become a row's, or are returned."""
 
     def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
-        """Commit a part of taken bytes, to be evicted one day; False if the row was there."""
+        """Commit a part of taken bytes; False if the row was there."""
 
     def release(self, nbytes: int) -> None:
-        """Taken bytes are free again."""
+        """Return taken bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +86,7 @@ class SaveBatch:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A row that is there now; ``is_new`` unless somebody else had committed it before."""
+    """A row that is there now; ``is_new`` unless another engine had committed it."""
 
     namespace: str
     name: RowName
@@ -106,20 +96,109 @@ class Committed:
 
 @dataclass(slots=True, eq=False)
 class _Unnoted:
-    """A row whose notes are not all there; ``since`` the step that first saw it."""
+    """A row whose notes are not all there; ``since`` is when a step first looked for them."""
 
     batch: SaveBatch
     row: SaveRow
-    since: float | None = None
+    since: float = 0.0
+
+
+class PendingRows:
+    """Rows that wait for their notes.
+
+    Attributes:
+        rows: by name, in the order in which ranks write them.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[RowName, _Unnoted] = {}
+        self._added: list[_Unnoted] = []
+        self._not_saved: set[str] = set()
+        self._last_note = float("-inf")
+
+    def add_batch(self, batch: SaveBatch) -> None:
+        """Add rows that the ranks write."""
+        for row in batch.rows:
+            waiting = self.rows[row.name] = _Unnoted(batch, row)
+            self._added.append(waiting)
+
+    def drop_row(self, row: SaveRow) -> None:
+        """Drop a row that is committed or given up."""
+        del self.rows[row.name]
+        self._not_saved.discard(row.part)
+
+    def part_not_saved(self, part: str) -> None:
+        """Note that a rank can neither save its share of the row nor write a note."""
+        if any(each.row.part == part for each in self.rows.values()):
+            self._not_saved.add(part)
+
+    def begin_step(self, now: float) -> None:
+        """Let rows that were added since the last step wait from now on."""
+        for each in self._added:
+            each.since = now
+        self._added.clear()
+
+    def note_written(self, now: float) -> None:
+        """Note that the notes of a row are all there."""
+        self._last_note = now
+
+    def may_come(self, waiting: _Unnoted, now: float) -> bool:
+        """Whether notes that a row lacks may still be written."""
+        if waiting.row.part in self._not_saved:
+            return False
+        # It is late if neither the row was added nor any row was written within the time.
+        return now - max(self._last_note, waiting.since) <= NOTES_S
+
+
+class GivenUpParts:
+    """Parts of rows that were given up.
+
+    They are discarded again for an hour: a late rank may make one anew, with bytes that are
+    reserved no more.
+    """
+
+    def __init__(self, writer: str, warnings: QuietLog) -> None:
+        self._writer, self._warnings = writer, warnings
+        self._parts: dict[str, float] = {}
+        self._discarded_at = float("-inf")
+
+    def give_up(self, shelf: Shelf, part: str, now: float) -> bool:
+        """Discard a part.  Returns whether it is gone: else its bytes stay reserved."""
+        self._parts[part] = now
+        if len(self._parts) > _MOST_GIVEN_UP:
+            del self._parts[next(iter(self._parts))]
+        return self._discard(shelf, part)
+
+    def discard_again(self, shelf: Shelf, now: float) -> None:
+        """Discard all of them, if it is time to."""
+        if not self._parts or now - self._discarded_at < _AGAIN_S:
+            return
+        self._discarded_at = now
+        for part, since in list(self._parts.items()):
+            if now - since > _LATEST_S:
+                del self._parts[part]
+            else:
+                self._discard(shelf, part)
+
+    def _discard(self, shelf: Shelf, part: str) -> bool:
+        try:
+            shelf.discard(self._writer, part)
+        except StoreError as error:
+            self._warnings.warning("pdconn: store: part not removed: part=%s: %s", part, error)
+            return False
+        return True
 
 
 class Committer:
-    """Parts that wait for their notes.
+    """Commits parts once their notes are there.
 
     Args:
         writer: our name in the names of parts.
         num_ranks: notes that every part gets.
         settled: called with each row that is not being saved any more, committed or not.
+
+    Attributes:
+        pending: the rows that are being saved.
     """
 
     def __init__(
@@ -135,65 +214,46 @@ class Committer:
         self._layout, self._writer, self._num_ranks = layout, writer, num_ranks
         self._catalogue, self._budget, self._settled = catalogue, budget, settled
         self._nbytes = row_sizes(layout)
-        self._waiting: dict[RowName, _Unnoted] = {}
-        self._added: list[_Unnoted] = []
-        self._last_note: float | None = None
+        self.pending = PendingRows()
         self._failures = 0
         self._warnings = QuietLog(log, pause_s=REPEAT_S)
-        self._not_saved: set[str] = set()
-        self._given_up: dict[str, float] = {}
-        self._discarded_at = float("-inf")
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self._given_up = GivenUpParts(writer, self._warnings)
 
     def take_failures(self) -> int:
         """Rows that could not be committed since the last call."""
         failures, self._failures = self._failures, 0
         return failures
 
-    def add(self, batch: SaveBatch) -> None:
-        """Rows are on their way."""
-        for row in batch.rows:
-            waiting = self._waiting[row.name] = _Unnoted(batch, row)
-            self._added.append(waiting)
-
-    def not_saved(self, part: str) -> None:
-        """A rank cannot save its share of the row, and has left no note."""
-        if any(each.row.part == part for each in self._waiting.values()):
-            self._not_saved.add(part)
-
-    def step(self, shelf: Shelf, namespace: Callable[[], str], now: float) -> list[Committed]:
-        """Commit what is written.
+    def commit_written(
+        self, shelf: Shelf, namespace: Callable[[], str], now: float
+    ) -> list[Committed]:
+        """Commit the rows that all ranks have written.
 
         Rows of another namespace than the engine's present one are dropped: the prefix cache
         was reset while they were being saved.
         """
-        done = []
-        if not self._waiting:
-            self._last_note = None
-        added, self._added = self._added, []
-        for each in added:
-            each.since = now
-        unwritten = 0
-        for each in list(self._waiting.values()):
+        done, pending, unwritten = [], self.pending, 0
+        pending.begin_step(now)
+        for each in list(pending.rows.values()):
             batch, row = each.batch, each.row
             if unwritten == _AHEAD:
                 break
-            if row.name.kind is RowKind.WA and replace(row.name, kind=RowKind.FA) in self._waiting:
+            # 1. A WA row waits while its FA row does.
+            if row.name.kind is RowKind.WA and replace(row.name, kind=RowKind.FA) in pending.rows:
                 continue
+            # 2. A row waits for its notes as long as they may come.
             notes = shelf.notes(self._writer, row.part)
             if len(notes) == self._num_ranks:
-                self._last_note = now
-            elif row.part not in self._not_saved and not self._is_late(each, now):
+                pending.note_written(now)
+            elif pending.may_come(each, now):
                 unwritten += 1
                 continue
-            del self._waiting[row.name]
-            self._not_saved.discard(row.part)
+            # 3. It is committed, or given up.
+            pending.drop_row(row)
             made = None
             try:
-                # Asked after the notes were read: a reset frees blocks, and a row that was
-                # gathered after it may be of others' bytes.
+                # After the notes: a reset frees blocks, and a row that was gathered after it may
+                # hold other requests' bytes.
                 if batch.namespace == namespace():
                     made = self._commit(shelf, batch, row, [notes[rank] for rank in notes])
             except StoreError as error:
@@ -201,23 +261,18 @@ class Committer:
                 self._warnings.warning(
                     "pdconn: store: not saved: row=%s: %s", row.name.file_name, error
                 )
-            if made is None:
-                self._give_up(shelf, row, now)
-            else:
+            if made is not None:
                 done.append(made)
+            elif self._given_up.give_up(shelf, row.part, now) and self._budget is not None:
+                self._budget.release(self._nbytes[row.name.kind])
             self._settled(row.name)
-        if self._given_up and now - self._discarded_at >= _AGAIN_S:
-            self._discard_again(shelf, now)
+        self._given_up.discard_again(shelf, now)
         return done
-
-    def _is_late(self, waiting: _Unnoted, now: float) -> bool:
-        """Whether neither the row was added nor any row was written within the time."""
-        times = [at for at in (self._last_note, waiting.since) if at is not None]
-        return bool(times) and now - max(times) > NOTES_S
 
     def _commit(
         self, shelf: Shelf, batch: SaveBatch, row: SaveRow, notes: Sequence[bytes]
     ) -> Committed | None:
+        # A WA row says that its boundary can be resumed, which takes its FA row.
         if row.name.kind is RowKind.WA and not self._has_full(shelf, batch.namespace, row.name):
             return None
         layout = self._layout.of(row.name.kind)
@@ -246,41 +301,18 @@ class Committer:
         known = self._catalogue.has(RowKind.FA, name.key)
         return known or shelf.has(namespace, replace(name, kind=RowKind.FA))
 
-    def _discard_again(self, shelf: Shelf, now: float) -> None:
-        self._discarded_at = now
-        for part, since in list(self._given_up.items()):
-            if now - since > _LATEST_S:
-                del self._given_up[part]
-                continue
-            try:
-                shelf.discard(self._writer, part)
-            except StoreError as error:
-                self._warnings.warning("pdconn: store: part not removed: part=%s: %s", part, error)
-
-    def _give_up(self, shelf: Shelf, row: SaveRow, now: float) -> None:
-        self._given_up[row.part] = now
-        if len(self._given_up) > _MOST_GIVEN_UP:
-            del self._given_up[next(iter(self._given_up))]
-        try:
-            shelf.discard(self._writer, row.part)
-        except StoreError as error:
-            self._warnings.warning("pdconn: store: part not removed: part=%s: %s", row.part, error)
-            return  # its bytes are there, and stay reserved
-        if self._budget is not None:
-            self._budget.release(self._nbytes[row.name.kind])
-
 
 _BUSY_S = 0.02
-"""How often notes are looked for while rows are being saved."""
+"""Between looks for notes while rows are being saved."""
 _IDLE_S = 0.5
 _TOUCH_S = 60.0
-"""A row's last use is noted that often at most."""
+"""The least time between two notes of a row's use."""
 _FAULT_S = 5.0
-"""After the shelf failed, the next try."""
+"""From a failure of the shelf to the next try."""
 _ROWS_AT_ONCE = 512
 REPORTS_AT_ONCE = 16
-"""Rows that one report says are gone, and reports that wait for the engine's next step at once: an
-engine without work takes no step for hours, while others evict."""
+"""The most rows gone in one report, and the most reports that wait for the engine: one without
+work takes no step for hours, while others evict."""
 
 
 class Budget(CommitBudget, Protocol):
@@ -291,13 +323,13 @@ class Budget(CommitBudget, Protocol):
         """Bytes that may be written, kept topped up by :meth:`step`."""
 
     def open(self, shelf: Shelf) -> None:
-        """Called first."""
+        """Open the accounts; called before all others."""
 
     def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
-        """Top up, evict; rows of ``namespace`` that were evicted."""
+        """Top up and evict.  Returns the evicted rows of ``namespace``."""
 
     def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
-        """Remove a damaged row; its bytes."""
+        """Remove a damaged row.  Returns its bytes."""
 
     def usage(self) -> dict[str, int]:
         """Gauges for metrics."""
@@ -328,7 +360,7 @@ class PartNotSaved:
 
 @dataclass(frozen=True, slots=True)
 class KeeperReport:
-    """What the keeper has come to since the last one.
+    """What has changed since the last report.
 
     Attributes:
         namespace: of rows committed and gone.
@@ -350,7 +382,7 @@ KeeperCommand = SaveBatch | PartNotSaved | RowsUsed | Learnt
 
 
 class _Owed:
-    """What is to be reported."""
+    """What the next reports say."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
@@ -359,33 +391,33 @@ class _Owed:
         self.gone: list[RowName] = []
         self.counts: Counter[str] = Counter()
         self.usage: dict[str, int] = {}
-        self._told_usage: dict[str, int] = {}
+        self._reported_usage: dict[str, int] = {}
 
     def at(self, namespace: str) -> _Owed:
-        """The same, without rows of another namespace: they are of no interest after a reset."""
+        """This, without rows of another namespace: after a reset they do not count."""
         if namespace != self.namespace:
             self.namespace = namespace
             self.committed, self.gone = [], []
         return self
 
     def take_report(self) -> KeeperReport | None:
-        """The next report; None if there is nothing to say."""
+        """The next report; None if nothing has changed."""
         counts = {name: amount for name, amount in self.counts.items() if amount}
         has_rows = self.settled or self.committed or self.gone
-        if not (has_rows or counts or self.usage != self._told_usage):
+        if not (has_rows or counts or self.usage != self._reported_usage):
             return None
         gone, self.gone = self.gone[:_ROWS_AT_ONCE], self.gone[_ROWS_AT_ONCE:]
         report = KeeperReport(
             self.namespace, self.settled.copy(), self.committed, gone, counts, dict(self.usage)
         )
         self.settled.clear()  # the committer adds to this very list
-        self.committed, self._told_usage = [], self.usage
+        self.committed, self._reported_usage = [], self.usage
         self.counts.clear()
         return report
 
 
 class KeeperLoop:
-    """What the keeper's thread owns: the shelf, the budget, and the rows on their way.
+    """What the keeper's thread owns: the shelf, the budget, and the rows that are being saved.
 
     Args:
         inbox, outbox: of :class:`Keeper`.
@@ -394,7 +426,7 @@ class KeeperLoop:
         shelf: opens the shelf, on the thread.
         budget: the byte budget; None for a store that is only read.
         committer: makes the committer, given ``settled``, which is called for each row.
-        describe: keeps the layout beside the rows of a namespace, for those who verify them.
+        describe: writes the layout beside the rows of a namespace, to verify them with.
         clock: seconds that never go back.
     """
 
@@ -420,7 +452,7 @@ class KeeperLoop:
         self._kept: deque[KeeperCommand] = deque()
 
     def run(self) -> None:
-        """Do what is asked for, and a step now and then, until the inbox is closed."""
+        """Run commands, and a step at least every half second, until the inbox is closed."""
         shelf: Shelf | None = None
         is_over = False
         while not is_over:
@@ -451,8 +483,8 @@ class KeeperLoop:
         return shelf
 
     def _take_commands(self, shelf: Shelf) -> bool:
-        """Do what was asked for; whether the thread is to end."""
-        wait_s = _BUSY_S if len(self._committer) else _IDLE_S
+        """Run the commands that have come.  Returns whether the thread ends."""
+        wait_s = _BUSY_S if self._committer.pending.rows else _IDLE_S
         if not self._kept and (first := self._inbox.take_one(wait_s)) is not None:
             self._kept.append(first)
         is_over = self._inbox.is_closed
@@ -463,9 +495,9 @@ class KeeperLoop:
 
     def _do(self, shelf: Shelf, command: KeeperCommand) -> None:
         if isinstance(command, SaveBatch):
-            self._committer.add(command)
+            self._committer.pending.add_batch(command)
         elif isinstance(command, PartNotSaved):
-            self._committer.not_saved(command.part)
+            self._committer.pending.part_not_saved(command.part)
         elif isinstance(command, RowsUsed):
             self._touch(shelf, command.rows)
         else:
@@ -474,7 +506,7 @@ class KeeperLoop:
                 self._remove(shelf, command)
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; whether the thread is to end.  What was asked for meanwhile is kept, uses not."""
+        """Wait, and keep commands but those that note uses.  Returns whether the thread ends."""
         until = self._clock() + seconds
         while (left := until - self._clock()) > 0:
             command = self._inbox.take_one(left)
@@ -485,7 +517,7 @@ class KeeperLoop:
         return False
 
     def _namespace_now(self) -> str:
-        """Where rows are saved to, as the engine's thread has it at this moment."""
+        """The engine's present namespace, also if its change still waits in the inbox."""
         for command in self._inbox.take():
             if isinstance(command, NamespaceChanged):
                 self._catalogue.learn(command, self._clock())
@@ -494,19 +526,19 @@ class KeeperLoop:
         return self._catalogue.namespace
 
     def _step(self, shelf: Shelf) -> None:
-        if len(self._committer):
+        if self._committer.pending.rows:
             self._describe(self._catalogue.namespace)
-        done = self._committer.step(shelf, self._namespace_now, self._clock())
+        done = self._committer.commit_written(shelf, self._namespace_now, self._clock())
         namespace = self._catalogue.namespace
         owed = self._owed.at(namespace)
         owed.counts["store_save_failures"] += self._committer.take_failures()
         owed.counts["store_rows_committed"] += sum(row.is_new for row in done)
         committed = [row.name for row in done if row.namespace == namespace]
         if committed:
-            # Before the engine hears of it: its next look-up is to find them.
+            # Before the report, so that the engine's next look-up finds them.
             self._lookups.put(RowsStored(namespace, committed, are_new=True))
             owed.committed += committed
-        self._report()  # whatever becomes of the budget
+        self._report()  # before the budget, which may fail
         if self._budget is not None:
             evicted = self._budget.step(shelf, namespace)
             listing = self._budget.take_listing()
@@ -514,7 +546,7 @@ class KeeperLoop:
                 owed.gone += self._list_anew(listing)
             if evicted:
                 owed.gone += evicted
-                self._learn_too(RowsGone(namespace, evicted))
+                self._update_catalogues(RowsGone(namespace, evicted))
             rows, nbytes = self._budget.take_evicted()
             owed.counts["store_rows_evicted"] += rows
             owed.counts["store_evicted_bytes"] += nbytes
@@ -522,18 +554,18 @@ class KeeperLoop:
         self._report()
 
     def _list_anew(self, listing: Iterable[StoredRow]) -> list[RowName]:
-        """The rows of all namespaces were listed; those of ours that were known and are gone."""
+        """Learn a listing of all namespaces.  Returns known rows of ours that are gone."""
         namespace = self._catalogue.namespace
         here = [row.name for row in listing if row.namespace == namespace]
-        return self._learn_too(RowsListed(namespace, here))
+        return self._update_catalogues(RowsListed(namespace, here))
 
-    def _learn_too(self, learnt: Learnt) -> list[RowName]:
-        """Learn it, and let the look-ups, too."""
+    def _update_catalogues(self, learnt: Learnt) -> list[RowName]:
+        """Update the catalogues of this thread and of the look-ups."""
         self._lookups.put(learnt)
         return self._catalogue.learn(learnt, self._clock())
 
     def _report(self) -> None:
-        """Report what the engine does not know, as far as it has taken what was reported."""
+        """Report what has changed, while the engine has few reports to take."""
         while len(self._outbox.items) < REPORTS_AT_ONCE:
             report = self._owed.take_report()
             if report is None:

@@ -12,9 +12,9 @@ a step.
 
 A *catalogue* holds the rows that a thread knows to be there, so that most look-ups need no shelf.
 It may be wrong both ways: another engine has saved rows since it was listed, or evicted some.
-Rows not known are asked of the shelf, and rows that are gone are found out when they are read.
-Rows whose bytes were damaged are not offered again until they were saved anew; rows that were
-missing when they should have been read are not offered for a minute.
+Unknown rows are looked for in the shelf, and rows that are gone are noticed when they are read.
+Damaged rows are not offered again until they are saved anew; rows that were missing when they
+should have been read are not offered for a minute.
 
 The keeper and the look-ups have a catalogue each, and put what they learn into each other's inbox.
 A message is of one namespace, and ignored by a thread that is at another.
@@ -50,7 +50,7 @@ class RowsListed:
 
 @dataclass(frozen=True, slots=True)
 class RowsStored:
-    """Rows that are there; ``are_new``: committed just now, so whatever was wrong is over."""
+    """Rows that are there; ``are_new``: just committed, so that earlier failures do not count."""
 
     namespace: str
     rows: Sequence[RowName]
@@ -104,7 +104,7 @@ class Catalogue:
         return key in self._known[kind]
 
     def learn(self, learnt: Learnt, now: float) -> list[RowName]:
-        """Take over what another thread says; rows that were known and are gone by it."""
+        """Apply what another thread has learnt.  Returns rows that were known and are gone."""
         if isinstance(learnt, NamespaceChanged):
             self._enter(learnt.namespace)
         elif learnt.namespace != self.namespace:
@@ -133,7 +133,7 @@ class Catalogue:
         return until is None
 
     def _enter(self, namespace: str) -> None:
-        """No row of another namespace is known; rows that failed once are of any."""
+        """Forget the rows of another namespace; what is not offered stays so in every one."""
         if namespace != self.namespace:
             self.namespace = namespace
             self._known = {kind: {} for kind in RowKind}
@@ -159,7 +159,7 @@ class Catalogue:
 
 
 Extras = Callable[[], Sequence[bytes] | None]
-"""What else than tokens each canonical block depends on; None: the prompt has no keys."""
+"""Gives what each canonical block depends on besides tokens; None if the prompt has no keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,10 +182,10 @@ class LookupQuestion:
 class LookupAnswer:
     """What a look-up has found.
 
-    ``full`` counts leading FA rows that are there, which is where prompts part.  ``cut_nbytes``
-    are the bytes of staging that the longest prefix needs, if that is more than there is, else 0.
-    ``known_extras`` is what ``extras`` gave; ``has_asked`` whether the shelf was asked.
-    ``there`` are keys by kind of the prompt's rows that are known to be in ``namespace``.
+    ``full`` counts leading FA rows that are there: the prompt parts from those saved behind them.
+    ``cut_nbytes`` are the bytes of staging that the longest prefix needs, if that is more than
+    there is, else 0.  ``known_extras`` is what ``extras`` gave; ``has_asked`` whether the shelf was
+    asked.  ``there`` are keys by kind of the prompt's rows that are known to be in ``namespace``.
     """
 
     number: int
@@ -265,7 +265,7 @@ class Fitting:
 
 @dataclass(slots=True, eq=False)
 class Finder:
-    """What look-ups are answered from.
+    """Finds rows of prompts in a catalogue and a shelf.
 
     ``staging`` are bytes of a rank's staging area: a boundary whose rows need more is not found.
     """
@@ -309,9 +309,9 @@ class Finder:
 
 
 class AskedRows:
-    """Whether rows of one prompt are there; ``full`` counts its leading FA rows that are.
+    """Says whether rows of one prompt are there; ``full`` counts its leading FA rows that are.
 
-    ``found`` are rows that only the shelf knew of.
+    ``found`` are rows that the shelf has and the catalogue lacked.
     """
 
     def __init__(self, finder: Finder, chain: Chain, shelf: Shelf) -> None:
@@ -342,7 +342,7 @@ class Lookups:
 
     Args:
         worker: their thread.
-        note: is given each answer, on the engine's thread.
+        note: called with each answer, on the engine's thread.
     """
 
     def __init__(
@@ -371,14 +371,14 @@ class Lookups:
             return
         for answer in self._worker.outbox.take():
             if isinstance(answer, ThreadDied):
-                continue  # what it was asked for is computed, each after its time
+                continue  # requests that wait for it time out, and are computed
             self._note(answer)
             lookup = self._open.pop(answer.number, None)
             if lookup is not None:
                 lookup.answer = answer
 
     def close(self) -> None:
-        """End the thread; look-ups that wait are never answered."""
+        """End the thread; look-ups that wait get no answer."""
         self._worker.end(10.0)
 
 
@@ -387,7 +387,7 @@ class LookupLoop:
 
     Args:
         inbox, outbox: of :class:`Lookups`; the keeper puts what it learns into the former.
-        keeper: the keeper's inbox, to let it know what only the shelf knew.
+        keeper: the keeper's inbox, for rows that its catalogue lacks.
         shelf: opens the shelf, on the thread.
     """
 
@@ -402,7 +402,7 @@ class LookupLoop:
         self._inbox, self._outbox, self._keeper = inbox, outbox, keeper
         self._finder, self._open_shelf = finder, shelf
         self._shelf: Shelf | None = None
-        self._has_told_of_cuts = False
+        self._has_warned_of_cut = False
         self._warnings = QuietLog(log, pause_s=REPEAT_S)
 
     def run(self) -> None:
@@ -419,7 +419,7 @@ class LookupLoop:
                 self._shelf.close()
 
     def _answer(self, question: LookupQuestion) -> LookupAnswer:
-        """The answer, whatever fails: what is known by then."""
+        """The answer, of what is known by then if something fails."""
         finder = self._finder
         answer = LookupAnswer(question.number, finder.catalogue.namespace, question.chain)
         try:
@@ -430,18 +430,18 @@ class LookupLoop:
                 answer = finder.find_rows(question, answer, asked)
                 if asked.found:
                     self._keeper.put(RowsStored(finder.catalogue.namespace, tuple(asked.found)))
-                self._tell_of_cut(answer)
+                self._warn_of_cut(answer)
         except StoreError as error:
             self._warnings.warning("pdconn: store: look-up failed: %s", error)
         except Exception:  # the thread must answer the next one
             log.exception("pdconn: store: look-up failed")
         return answer
 
-    def _tell_of_cut(self, answer: LookupAnswer) -> None:
-        """Say once that a larger ``staging`` would load more; a metric counts the rest."""
-        if not answer.cut_nbytes or self._has_told_of_cuts:
+    def _warn_of_cut(self, answer: LookupAnswer) -> None:
+        """Warn once that a larger ``staging`` would load more; a metric counts every case."""
+        if not answer.cut_nbytes or self._has_warned_of_cut:
             return
-        self._has_told_of_cuts = True
+        self._has_warned_of_cut = True
         log.warning(
             "pdconn: store: staging holds less than a stored prefix, less of it is loaded; said "
             "once: tokens=%d needed=%d staging=%d",

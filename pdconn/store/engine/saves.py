@@ -45,13 +45,13 @@ from pdconn.threads import AmountBox, Box, ThreadDied, Worker
 from registration.references import AttentionKind, KVCacheGroupReference
 
 MAX_STORED = 1 << 17
-"""Rows of each kind that the engine's thread remembers to be there."""
+"""Keys of each kind that the engine's thread remembers."""
 MAX_WAITING = 4096
-"""Uses of rows are dropped while more waits for the keeper, which may hang in its shelf."""
+"""Uses of rows are dropped while more commands wait for the keeper, which may hang in its shelf."""
 
 
 NoteRows = Callable[[Sequence[RowName], Sequence[RowName]], None]
-"""Is given rows that are there now, and rows that are gone, on the engine's thread."""
+"""Called with rows committed and rows gone, on the engine's thread."""
 
 
 class StoredKeys:
@@ -69,14 +69,14 @@ class StoredKeys:
         return name.key in self._young[name.kind] or name.key in self._old[name.kind]
 
     def add_keys(self, kind: RowKind, keys: Sequence[bytes]) -> None:
-        """The rows are there."""
+        """Add keys of rows that are there."""
         young = self._young[kind]
         young.update(dict.fromkeys(keys))
         if len(young) > MAX_STORED // 2:
             self._old[kind], self._young[kind] = young, {}
 
     def remove(self, names: Iterable[RowName]) -> None:
-        """The rows are not there any more."""
+        """Drop the keys of rows that are gone."""
         for name in names:
             self._young[name.kind].pop(name.key, None)
             self._old[name.kind].pop(name.key, None)
@@ -92,7 +92,7 @@ class Keeper:
         room: bytes that may be written; None for a store that is only read.
         lookups: the inbox of the look-ups, which learn with the keeper.
         namespace: where the engine's rows are, until :meth:`cleared`.
-        told: is given rows committed and gone.
+        note_rows: called with rows committed and gone.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Keeper:
         room: AmountBox | None,
         lookups: Box[Any],
         namespace: str,
-        told: NoteRows | None = None,
+        note_rows: NoteRows | None = None,
     ) -> None:
         self.sizes = sizes
         self._worker, self._lookups = worker, lookups
         self._row_nbytes, self._room = row_nbytes, room
         self._namespace = namespace
-        self._told = told or (lambda new, gone: None)
+        self._note_rows = note_rows or (lambda new, gone: None)
         self._saving: set[RowName] = set()
         self._stored = StoredKeys()
         self._counts: Counter[str] = Counter()
@@ -122,7 +122,7 @@ class Keeper:
         return name not in self._saving and not self._stored.has(name)
 
     def note_answer(self, answer: LookupAnswer) -> None:
-        """A look-up has found rows."""
+        """Add the keys of rows that a look-up has found."""
         if answer.namespace == self._namespace:
             for kind, keys in answer.there:
                 self._stored.add_keys(kind, keys)
@@ -140,27 +140,27 @@ class Keeper:
         return taken
 
     def add_batch(self, batch: SaveBatch) -> None:
-        """Rows are on their way to the shelf."""
+        """Have rows committed once all ranks have written them."""
         self._worker.inbox.put(batch)
 
     def part_not_saved(self, part: str) -> None:
-        """A rank cannot save its share of the row."""
+        """Report that a rank cannot save its share of the row."""
         self._worker.inbox.put(PartNotSaved(part))
 
     def rows_used(self, rows: Sequence[RowName]) -> None:
-        """The rows were used.  Forgotten where the keeper is far behind."""
+        """Note a use of the rows; dropped while the keeper is far behind."""
         if len(self._worker.inbox.items) < MAX_WAITING:
             self._worker.inbox.put(RowsUsed(rows))
 
     def rows_failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
-        """Rows could not be read, or were not what was saved: the latter are removed."""
+        """Report rows that could not be read, and damaged ones, which are removed."""
         failed = RowsFailed(self._namespace, tuple(missing), tuple(damaged))
         self._stored.remove((*failed.missing, *failed.damaged))
         self._lookups.put(failed)
         self._worker.inbox.put(failed)
 
     def cleared(self, namespace: str) -> None:
-        """Rows are saved to and looked up in ``namespace`` from now on."""
+        """Save and look up rows in ``namespace`` from now on."""
         self._namespace = namespace
         self._stored = StoredKeys()
         changed = NamespaceChanged(namespace)
@@ -168,7 +168,7 @@ class Keeper:
         self._worker.inbox.put(changed)
 
     def is_saving(self) -> bool:
-        """Whether a row is on its way to the shelf."""
+        """Whether a row is being saved."""
         self.take_reports()
         return bool(self._saving)
 
@@ -186,12 +186,12 @@ class Keeper:
         return self._usage
 
     def take_reports(self) -> None:
-        """Take over some of what the keeper has reported; call it in each step."""
+        """Apply some of the keeper's reports; called in each step."""
         reports = self._worker.outbox.items
         for _ in range(min(len(reports), REPORTS_AT_ONCE)):
             report = reports.popleft()
             if isinstance(report, ThreadDied):
-                # What is being saved stays unsaved, and no bytes are handed out any more.
+                # Rows that are being saved are not committed, and no others are admitted.
                 self._saving.clear()
                 self._room = AmountBox()
             else:
@@ -205,13 +205,13 @@ class Keeper:
         self._saving.difference_update(report.settled)
         self._counts.update(report.counts)
         self._usage = report.usage
-        if report.namespace != self._namespace:  # of before a reset
+        if report.namespace != self._namespace:  # from before a reset
             return
         for name in report.committed:
             self._stored.add_keys(name.kind, (name.key,))
         self._stored.remove(report.gone)
         if report.committed or report.gone:
-            self._told(report.committed, report.gone)
+            self._note_rows(report.committed, report.gone)
 
 
 IsWanted = Callable[[RowName], bool]
@@ -220,7 +220,7 @@ IsWanted = Callable[[RowName], bool]
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """One request's progress: rows before block ``next_block`` were considered.
+    """What is saved of one request: rows before block ``next_block`` were decided on.
 
     ``junction`` is the block at whose end this prompt parts from those saved before, or None.
     """
@@ -382,7 +382,7 @@ class Saves:
         return Save(self._number, blocks, tuple(names))
 
     def note_save(self, result: SaveResult | SaveFailed) -> int | None:
-        """A rank has answered; the number of a save all of whose blocks may be freed now."""
+        """Apply a rank's result.  Returns the number of a save whose blocks all ranks have read."""
         if isinstance(result, SaveFailed):
             self._keeper.part_not_saved(result.part)
         elif (left := self._reading.get(result.number, 0) - 1) > 0:

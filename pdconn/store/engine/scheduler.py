@@ -65,7 +65,7 @@ class StoredRequest:
         tokens: ids of the prompt and, later, of the answer; the list grows.
         extras: what else its rows depend on.
         may_load: whether it may be given rows.
-        reads_files: ``extras`` does, and so is asked for by look-ups alone, on their thread.
+        reads_files: whether ``extras`` does: then look-ups alone call it, on their thread.
         saving: what is saved of it.
         load: the present try, or the last one.
         lookup: the last one that was posted.
@@ -86,7 +86,7 @@ class StoredRequest:
     known_extras: Sequence[bytes] | None = None
 
     def learn_keys(self, answer: LookupAnswer) -> None:
-        """Take over keys, and where the prompt parts from those saved, from a look-up done."""
+        """Take keys, and where the prompt parts from those saved, from a look-up's answer."""
         self.known_extras = answer.known_extras
         if len(answer.chain.keys) > len(self.saving.chain.keys):
             self.saving.chain = answer.chain
@@ -94,10 +94,7 @@ class StoredRequest:
             self.saving.junction = answer.full - 1
 
     def extend_keys(self, until: int) -> bool:
-        """Hash as far as ``until`` tokens, of the answer too; whether the request has keys at all.
-
-        What else keys depend on was found by the look-up, which may read files for it.
-        """
+        """Hash up to ``until`` tokens, also of the answer.  Returns whether there are keys."""
         if self.known_extras is None:
             return False
         if until // self.saving.chain.block_tokens <= len(self.saving.chain.keys):
@@ -112,20 +109,23 @@ class StoredRequest:
         return is_first
 
     def needs_keys(self) -> bool:
-        """Whether it is computed, as what was pulled is, without a look-up that saving needs."""
+        """Whether saving needs a look-up that loading has not made, as for a prompt pulled."""
         is_new = self.load.state is LoadState.NEW and self.may_load
         return self.lookup is None and (is_new or self.reads_files)
 
     def awaits_keys(self) -> bool:
-        """Whether it is being computed and what its keys depend on is not known yet."""
+        """Whether its keys cannot be made yet, since a look-up has not answered."""
         is_asked = self.lookup is not None and self.lookup.answer is None
+        # 1. The request is computed although its look-up is under way: the answer has the keys.
         if self.load.is_looking and self.lookup is not None:
             if self.lookup.answer is None:
                 return True
             self.learn_keys(self.lookup.answer)
             self.load.leave()
+        # 2. What keys depend on besides tokens is known, or found without a file.
         if self.known_extras is None and not self.reads_files:
             self.known_extras = self.extras()
+        # 3. It is read from files, by a look-up.
         return self.known_extras is None and self.reads_files and (is_asked or not self.lookup)
 
 
@@ -156,7 +156,7 @@ class StagingSpace:
         return at
 
     def free_room(self, number: int) -> None:
-        """The bytes of load ``number`` may be taken again."""
+        """Free the bytes of load ``number``."""
         self._taken = [entry for entry in self._taken if entry[2] != number]
 
 
@@ -310,13 +310,13 @@ class Loads:
         return 0
 
     def leave_load(self, stored: StoredRequest) -> None:
-        """The request is computed.  A load of it that the engine waits for ends by itself."""
+        """Drop the request's load; one that the engine waits for ends by itself."""
         self._perform(stored.request, stored.load, stored.load.leave())
 
     def update_state_after_alloc(
         self, stored: StoredRequest, blocks: tuple[BlockList, ...], num_external: int
     ) -> bool:
-        """The request has ``blocks``; ``num_external`` tokens after its local hit are to be loaded.
+        """Load ``num_external`` tokens after the local hit into the request's ``blocks``.
 
         Returns:
             Whether they are loaded: they are what was offered.
@@ -333,7 +333,7 @@ class Loads:
         return True
 
     def fail_load(self, request: str) -> None:
-        """What was offered is gone, and the engine waits for it: every rank reports a failure."""
+        """Fail a load that the engine waits for, whose rows are gone: every rank reports it."""
         failing = self._awaited[request] = StoreLoad[RowName]()
         self._perform(request, failing, failing.fail())
 
@@ -342,13 +342,13 @@ class Loads:
         return request in self._awaited
 
     def end_load(self, request: str) -> None:
-        """All ranks reported the request; one that does not wait for the store is left out."""
+        """Note that all ranks reported the request; one that is not loading is ignored."""
         load = self._awaited.pop(request, None)
         if load is not None:
             self._perform(request, load, load.reported())
 
     def note_fetch(self, result: FetchResult) -> None:
-        """A rank has answered."""
+        """Apply a rank's answer to a fetch."""
         load = self._placed.get(result.number)
         if load is not None:
             self._perform("", load, load.answered(result.missing, result.damaged))
@@ -439,7 +439,7 @@ class StoreScheduler:
         may_load: bool,
         reads_files: bool,
     ) -> None:
-        """A request entered the engine; its look-up begins when the engine first asks."""
+        """Add a request; it is looked up when the engine first asks."""
         saving = Saving(Chain(self._opening.layout.block_tokens), num_prompt_tokens)
         self._requests[request] = StoredRequest(
             request, tokens, num_prompt_tokens, extras, may_load, reads_files, saving
@@ -448,7 +448,7 @@ class StoreScheduler:
     def get_num_new_matched_tokens(
         self, request: str, num_tokens: int, num_local: int
     ) -> int | None:
-        """See :meth:`Loads.get_num_new_matched_tokens`."""
+        """Tokens after the local hit that can be loaded; None to ask again at a later step."""
         stored = self._requests.get(request)
         if stored is None:
             return 0
@@ -457,14 +457,14 @@ class StoreScheduler:
     def update_state_after_alloc(
         self, request: str, blocks: tuple[BlockList, ...], num_external: int
     ) -> bool:
-        """See :meth:`Loads.update_state_after_alloc`."""
+        """Load what was offered into the request's blocks.  Returns whether it is loaded."""
         stored = self._requests.get(request)
         if stored is None:
             return False
         return self.loads.update_state_after_alloc(stored, blocks, num_external)
 
     def request_finished(self, request: str) -> None:
-        """The request left the engine.  A load under way ends by itself."""
+        """Drop a request that left the engine.  A load under way ends by itself."""
         stored = self._requests.pop(request, None)
         if stored is not None:
             self.loads.leave_load(stored)
@@ -476,7 +476,7 @@ class StoreScheduler:
         return 0 if at is None else (at + 1) * self._opening.layout.block_tokens
 
     def rows_loaded(self, request: str) -> list[RowName]:
-        """All rows that the request's hit stands on, those that it held already among them."""
+        """All rows that the request's hit depends on, also of tokens that the engine held."""
         stored, layout = self._requests[request], self._opening.layout
         boundary, chain = stored.load.boundary, stored.saving.chain
         full = range(boundary // layout.block_tokens)
@@ -510,7 +510,7 @@ class StoreScheduler:
             self.loads.look_up(stored, stored.num_prompt_tokens - 1, 0)
         if stored.awaits_keys():
             return None
-        if not stored.extend_keys(after):  # it has none, and is not asked about again
+        if not stored.extend_keys(after):  # it has none: nothing of it is saved or loaded
             del self._requests[request]
             return None
         return self.saves.save_rows(stored.saving, after, ids, self._opening.namespace)
@@ -525,7 +525,7 @@ class StoreScheduler:
         return commands
 
     def note_results(self, results: Sequence[StoreResult]) -> list[int]:
-        """Ranks have answered; returns the saves all of whose blocks may be freed now."""
+        """Apply results of ranks.  Returns the saves whose blocks all ranks have read."""
         saved = []
         for result in results:
             if isinstance(result, FetchResult):
@@ -535,9 +535,9 @@ class StoreScheduler:
         return saved
 
     def clear_rows(self, namespace: str) -> None:
-        """The prefix cache was reset: nothing saved before may be loaded after it.
+        """Load nothing that was saved before: the prefix cache was reset.
 
-        Rows go to another ``namespace`` from now on; loads that are not promised yet are left.
+        Rows are saved to ``namespace`` from now on; loads that are not promised yet are dropped.
         """
         for stored in self._requests.values():
             self.loads.leave_load(stored)

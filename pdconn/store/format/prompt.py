@@ -12,7 +12,7 @@ A boundary ``b`` is the end of a canonical block.  To resume there, FA rows of e
 before it are needed, and of each windowed section the tokens that position ``b`` attends to::
 
     window 600, block_tokens 256, b = 1024: tokens 425 to 1023
-    WA rows   [  1  ][  2  ][  3  ]      row 3 is saved last: it tells that the others are there
+    WA rows   [  1  ][  2  ][  3  ]      row 3 is saved last: it implies that the others are there
 
 A boundary at a multiple of a chunk needs no row of chunked sections.  Of states it needs what its
 own row holds.  A compressed section (several tokens in a unit) needs ``b`` to be a multiple of its
@@ -57,10 +57,7 @@ class Chain:
     def extended(
         self, tokens: Sequence[int], until: int | None = None, extras: Sequence[bytes] = ()
     ) -> Chain:
-        """The chain of ``tokens[:until]``, of which ours covers the beginning already.
-
-        A list of ids is converted a few thousand at a time: a thread that hashes a long prompt
-        must not keep the interpreter from the engine's thread for milliseconds.
+        """The chain of ``tokens[:until]``, of which this one covers the beginning.
 
         Args:
             tokens: ids of the whole prompt (and answer) from its first token on.
@@ -71,6 +68,8 @@ class Chain:
         made = list(self.keys)
         last = min(len(tokens), len(tokens) if until is None else until) // size
         parent = made[-1] if made else NO_KEY
+        # A few thousand ids at a time: converting a long list in one call holds the interpreter's
+        # lock for milliseconds, for which the engine's thread would wait.
         while (first := len(made)) < last:
             stop = min(last, first + max(1, _AT_ONCE // size))
             ids = np.asarray(tokens[first * size : stop * size], dtype="<u4").tobytes()
@@ -104,7 +103,7 @@ def pieces(layout: RowLayout | None, boundary: int) -> range:
     """Numbers of the WA rows that ``boundary`` (tokens, above 0) needs; the last is its own.
 
     The last one is always among them, also if no section needs it, so that a boundary exists
-    only where somebody saved it.
+    only where it was saved.
     """
     if layout is None:
         return range(0)
@@ -122,13 +121,15 @@ def can_resume(layout: StoreLayout, boundary: int) -> bool:
 def find_boundary(layout: StoreLayout, limit: int, has: IsThere) -> int:
     """The largest boundary at or below ``limit`` tokens whose rows are all there, or 0.
 
-    ``limit`` is at most ``num_tokens - 1``: the engine computes the last token itself.  ``has``
-    is asked for FA rows in order until one is missing, then for WA rows from the last backwards.
+    ``limit`` is at most ``num_tokens - 1``: the engine computes the last token itself.
     """
     size = layout.block_tokens
+    # 1. FA rows from the first on, until one is missing: no boundary lies behind it.
     full = 0
     while (full + 1) * size <= limit and has(RowKind.FA, full):
         full += 1
+    # 2. Of the boundaries before it the last one that can be resumed and has its WA rows.  The
+    #    last row is asked first: it is the one that is missing where no window was saved.
     for boundary in range(full * size, 0, -size):
         if can_resume(layout, boundary) and all(
             has(RowKind.WA, index) for index in reversed(pieces(layout.wa, boundary))
@@ -169,6 +170,7 @@ class Spacing:
             return cls(1)
         if isinstance(window_every, int):
             return cls(max(1, -(-window_every // layout.block_tokens)))
+        # So far from the start every window is whole.
         far = 1 << 20
         tail = len(pieces(layout.wa, far * layout.block_tokens)) * row_nbytes(layout.wa)
         if any(s.kind is AttentionKind.CHUNKED_LOCAL for s in layout.wa.sections):

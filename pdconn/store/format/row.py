@@ -13,17 +13,9 @@ engine block where blocks are opaque in tokens (the CPU backend packs them).  On
 ``units`` units of a canonical block are kept: all of them for full attention, and for a window
 what a boundary at the block's end can reach.
 
-A compressor keeps the tokens that it has yet to compress in a window of its own, and reads it
-only where an output ends.  At a boundary that the ratio divides, the next output is a whole ratio
-away and shares what its window is longer than that with the tokens before::
-
-    ratio 4, window 8     | b-8 ... b-5 | b-4 ... b-1 | b ... b+3 |    the next output ends at b+3:
-                                        [   window of 8 tokens    ]    4 tokens of 8 are kept
-
-With a window as long as the ratio nothing is kept, and such layers are in no section.
-
-A recurrent state is like a window of which the boundary alone counts: WA rows hold it as it is
-after their last token, a slab for each part that tensor parallelism divides.
+Of a compressor's window only a part is kept, or nothing (:func:`as_kept`).  A recurrent state is
+like a window of which the boundary alone counts: WA rows hold it as it is after their last token, a
+slab for each part that tensor parallelism divides.
 
 The layout is made from the references of all ranks of an engine, and is the same for engines
 of any TP size, PP size, layout and block size (but for opaque blocks), since it is ordered by
@@ -35,11 +27,11 @@ The footer, whole pages, follows the data::
                         ^ layout.data_nbytes                                 ^ end of the row
 
 The tail holds a magic number, the length of the meta, and a checksum of everything else in the
-footer, so a footer that is cut, flipped, or of another row is told at once.  A slab's checksum
+footer, so a footer that is cut, flipped, or of another row is detected.  A slab's checksum
 is XXH3-64 of its bytes without the padding after it: 25 GB/s on one core, and each rank can
 verify its own slabs alone.
 
-A *note* is what a rank leaves beside a part: the numbers and checksums of slabs that it wrote.
+A *note* is what a rank writes beside a part: the numbers and checksums of the slabs it wrote.
 """
 
 from __future__ import annotations
@@ -102,7 +94,7 @@ class RowName:
 
     @property
     def file_name(self) -> str:
-        """The row's name among files or objects of its kind: a listing alone tells the chain."""
+        """The row's name among files or objects of its kind: a listing shows the chains."""
         return f"{self.key.hex()}.{self.parent.hex()}.{self.index}"
 
     @classmethod
@@ -274,13 +266,12 @@ def store_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> Store
 def as_kept(group: KVCacheGroupReference, block_tokens: int) -> KVCacheGroupReference:
     """A compressor's group as a window of what any canonical boundary needs; others as they are.
 
-    An output ends at every multiple of the ratio.  The first one after a boundary is at least
-    ``gcd(ratio, block_tokens)`` tokens away, and reads the window before its end, so that
-    ``window - gcd`` tokens before the boundary are the most that are read.  A window of 1 is the
-    next token alone: nothing is kept of it.
+    A compressor keeps the tokens that it has yet to compress in a window of its own, and reads it
+    only where an output ends.  At a boundary that the ratio divides the next output ends a whole
+    ratio later, and the rest of its window lies before the boundary::
 
-    A window that reaches past the boundary before is kept whole.  The engine holds blocks for all
-    of a window after a load, so that rows before it could be saved of blocks that nothing filled.
+        ratio 4, window 8     | b-8 ... b-5 | b-4 ... b-1 | b ... b+3 |    an output ends at b+3:
+                                            [   window of 8 tokens    ]    4 tokens of 8 are kept
 
     >>> state = KVCacheGroupReference(AttentionKind.SLIDING_WINDOW, 8, 4, (), compress_ratio=4)
     >>> as_kept(state, 256).window
@@ -289,13 +280,17 @@ def as_kept(group: KVCacheGroupReference, block_tokens: int) -> KVCacheGroupRefe
     if group.window is None or group.compress_ratio == 1:
         return group
     window = group.window
+    # A window that reaches past the boundary before is kept whole: the engine holds blocks for all
+    # of a window after a load, so rows before it would be saved from blocks that nothing filled.
     if window <= block_tokens + 1:
+        # The first output after a boundary ends at least gcd(ratio, block_tokens) tokens later.  A
+        # window of 1 is the next token alone, of which nothing is kept: such layers are in no row.
         window = 1 + max(0, window - gcd(group.compress_ratio, block_tokens))
     return replace(group, window=window, compress_ratio=1)
 
 
 def share_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> StoreLayout:
-    """As :func:`store_layout`, of what some ranks hold of the rows: a stage may lack a kind."""
+    """As :func:`store_layout`, of the share that some ranks hold; a stage may lack a kind."""
     found: dict[_Class, dict[tuple[str, int], _HeldHeads]] = defaultdict(dict)
     for references in ranks:
         for group in (as_kept(group, block_tokens) for group in references.groups):
@@ -413,7 +408,7 @@ _DECODER = msgspec.msgpack.Decoder(_Meta)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Footer:
-    """What a row says of itself.  ``checksums`` has one uint64 per slab, in their order."""
+    """What identifies a row.  ``checksums`` has one uint64 per slab, in their order."""
 
     namespace: str
     name: RowName
@@ -435,6 +430,14 @@ def footer_nbytes(num_slabs: int) -> int:
 def row_nbytes(layout: RowLayout) -> int:
     """Bytes of a whole row, data and footer."""
     return layout.data_nbytes + footer_nbytes(len(layout.slabs))
+
+
+def row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
+    """Bytes of a row of each kind with its footer."""
+    sizes = {RowKind.FA: row_nbytes(layout.fa)}
+    if layout.wa is not None:
+        sizes[RowKind.WA] = row_nbytes(layout.wa)
+    return sizes
 
 
 def encode_footer(footer: Footer) -> bytes:
@@ -498,7 +501,7 @@ def _digest(body: bytes | memoryview, *fields: Any) -> int:
 
 
 def num_slabs_of(tail: bytes | memoryview) -> int:
-    """Slabs that a footer's last 32 bytes tell of, to know how much more to read.
+    """The number of slabs in a footer's last 32 bytes, from which its length follows.
 
     Raises:
         RowDamaged: they are not a footer's end.
@@ -513,7 +516,7 @@ TAIL_NBYTES = _TAIL.size
 
 
 def encode_note(sums: Mapping[int, int]) -> bytes:
-    """A rank's note: checksums by slab number; empty for none; see :func:`failed_note`."""
+    """A rank's note: checksums by slab number, none where it wrote none."""
     columns = np.array([list(sums), list(sums.values())], dtype="<u8")
     body = columns.tobytes()
     return b"ok" + struct.pack("<Q", checksum(body)) + body

@@ -1,4 +1,4 @@
-"""Host memory that rows pass through, and copies between it and KV memory.
+"""Host memory for rows, and copies between it and KV memory.
 
 KV is scattered, rows are not: sorted by their address in host memory, the runs of a plan form
 few contiguous *segments*.  A segment is gathered or scattered by one indexed copy in units of
@@ -12,11 +12,6 @@ Measured on one shared core, host memory, rows of 9 MiB, GB/s out of and into KV
 9 and 15, of 4 KiB 8 and 9, of 256 bytes 4 and 4.  ``process_vm_readv`` on our own process moved 8
 at 16 KiB and 4 at 4 KiB.  A loop of ``memmove`` does, too, but contends with the engine's thread
 for the interpreter at every run.
-
-The host memory is anonymous and lazy: pages cost nothing until a row first lies in them.  Where the
-KV is on a GPU it is pinned, so that copies to and from it are asynchronous and fast; without
-pinning they are slower and as correct.  numpy and mmap alone, no tensors: vLLM's workers run in
-inference mode, and what is made in it cannot be used outside of it.
 """
 
 from __future__ import annotations
@@ -46,7 +41,9 @@ _HUGE = 1 << 21
 class HostArea:
     """``nbytes`` of zeroed host memory, rounded up to pages.
 
-    It is freed when the last view of it is; :meth:`unpin` first.
+    Where the KV is on a GPU it is pinned, so that copies to and from it are asynchronous and fast;
+    without pinning they are slower and as correct.  It is freed with its last view; :meth:`unpin`
+    first.
 
     Attributes:
         nbytes: its size, a multiple of 4096.
@@ -55,6 +52,8 @@ class HostArea:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = aligned(max(nbytes, 1))
+        # Lazy: pages cost nothing until a row is read into them.  No tensor: vLLM's workers run in
+        # inference mode, and a tensor that is made in it cannot be used outside of it.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         pages = mmap.mmap(-1, self.nbytes, flags=flags)
         if self.nbytes >= _HUGE:
@@ -106,8 +105,8 @@ U8 = NDArray[np.uint8]
 
 _PIECE_NBYTES = 16 << 20
 _PIECE_GRAINS = 1 << 17
-"""What a thread of a store holds of the GPU's memory from its start on: bytes, and index entries of
-8 bytes.  A load needs no more, since vLLM has given the rest to KV."""
+"""GPU memory that a thread of a store holds from its start on: bytes, and index entries of 8 bytes.
+A load allocates no more, since vLLM has given the rest to KV."""
 
 _LARGEST_GRAIN = _PIECE_NBYTES
 
@@ -143,13 +142,13 @@ def copies_of(memories: Sequence[Memory]) -> Copies:
 
 
 class HostCopies:
-    """Copies by numpy, which lets other threads run meanwhile."""
+    """Copies by numpy, which releases the interpreter's lock."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         self._memories = _Allocations(memories)
 
     def copy_out(self, spans: Spans) -> None:
-        """See :class:`Copies`."""
+        """From KV memory to host memory."""
         for gathered in self._memories.gathers(spans):
             grains = self._grains(gathered)
             for part, address, nbytes in gathered.segments():
@@ -158,7 +157,7 @@ class HostCopies:
                 np.take(grains, gathered.index[part], out=host, mode="clip")
 
     def copy_in(self, spans: Spans) -> None:
-        """See :class:`Copies`."""
+        """From host memory to KV memory."""
         for gathered in self._memories.gathers(spans):
             grains = self._grains(gathered)
             for part, address, nbytes in gathered.segments():
@@ -171,11 +170,11 @@ class HostCopies:
 
 
 class TorchCopies:
-    """Copies by torch: collected in a buffer on the device, piece by piece.
+    """Copies by torch, through a buffer on the device, piece by piece.
 
     The buffer is held from the start on, so that no copy can run out of a GPU's memory.  A GPU's
-    copies run on a stream of their own, beside the engine's; the caller sees to it that the pass
-    that wrote the KV has ended.
+    copies run on a stream of their own, beside the engine's; the caller ensures that the pass that
+    wrote the KV has ended.
 
     Raises:
         RuntimeError: no room for the buffer.
@@ -193,11 +192,11 @@ class TorchCopies:
         self._index = torch.empty(_PIECE_GRAINS, dtype=torch.int64, device=self._device)
 
     def copy_out(self, spans: Spans) -> None:
-        """See :class:`Copies`."""
+        """From KV memory to host memory."""
         self._on_stream(spans, self._out)
 
     def copy_in(self, spans: Spans) -> None:
-        """See :class:`Copies`."""
+        """From host memory to KV memory."""
         self._on_stream(spans, self._in)
 
     def _on_stream(self, spans: Spans, move: Any) -> None:

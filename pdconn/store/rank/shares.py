@@ -10,9 +10,9 @@ reads one range of the file::
 Every rank reads the footer too and verifies its own slabs against it.  Where several ranks hold
 the same heads, they divide the rows among themselves when they save.
 
-Between a share in host memory and KV blocks the planner decides what goes where.  To it a share is
-an engine whose heads and layers are exactly ours: a KV cache group per section, and a block per
-row::
+The planner decides what goes where between a share in host memory and KV blocks.  A share is
+described to it as an engine whose heads and layers are exactly ours: a KV cache group per section,
+and a block per row::
 
     row of block 3      | section 0: h0 (L0 L1) h1 (L0 L1) | section 1 ... |
     as references       tensor: block_stride = a row, block id = slot + 1 (0 is a hole)
@@ -20,13 +20,11 @@ row::
     block list of FA    first 3, ids (1, 2, 3, ...)        a row is a block of 256 tokens
     of WA, 64 tokens    first 15, ids (1,)                 a row is the last block in 256
 
-So :class:`Pairing` serves unchanged; a save is the same spans copied backwards.  Rows lie at
-made-up addresses until a plan is made, and a gap after each keeps runs from joining across
-rows; then each run moves to where its row really is.
+A save is the spans of a load copied backwards.
 
-Blocks that are opaque in tokens move whole.  Their groups are described again with one "token"
-for each engine block, tokens and windows divided alike, and look like any others.  A state stays
-as it is: the planner takes the one block that holds it at the end, and the row is such a block.
+Blocks that are opaque in tokens move whole.  Their groups are described with one "token" for each
+engine block, tokens and windows divided alike.  A state stays as it is: the planner takes the one
+block that holds it at the end, and the row is such a block.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.planning.gaps import Gaps
-from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.plan import Gaps, Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import OpenStore
 from pdconn.store.errors import FormatError, RowDamaged
@@ -95,6 +92,8 @@ class RowPairing:
         """
         self.share = share
         self.stride = aligned(share.data_nbytes)
+        # Plans are made for rows at made-up addresses, so many bytes apart: the gap after each
+        # keeps runs from joining across rows.  Then each run moves to the address of its row.
         self._slot_nbytes = self.stride + ALIGNMENT
         self._scaled = tuple(_scaled_pairings(ours, share, self._slot_nbytes))
 
@@ -148,7 +147,7 @@ class RowPairing:
         return list(self.spans_to_load(need, [(index, address)]))
 
     def _moved(self, spans: Spans, addresses: I64) -> Spans:
-        """The same runs with each row where it really is."""
+        """The same runs, with each row at its address in host memory."""
         remote = spans.remote.view(np.int64)
         slots = remote // self._slot_nbytes - _FIRST_SLOT
         remote = remote % self._slot_nbytes + addresses[slots]
@@ -156,9 +155,9 @@ class RowPairing:
 
 
 def unsaved_layers(ours: KVCacheReferences, shares: Sequence[RowLayout]) -> Pairing | None:
-    """The layers of attention of which no row keeps anything, paired with themselves; or None.
+    """The layers of which no row keeps anything, paired with themselves; None if there are none.
 
-    What compressors keep between their outputs may be nothing.  A load leaves the whole of their
+    Such are compressors that keep nothing between their outputs.  A load leaves the whole of their
     blocks: :meth:`Pairing.whole_blocks`.
     """
     saved = {
@@ -440,22 +439,22 @@ class RowShare:
         return made
 
     def check(self, data: memoryview, footer: memoryview, namespace: str, name: RowName) -> None:
-        """Compare the bytes read with what the row says that they are.
+        """Compare the bytes read with the row's footer.
 
         Raises:
             RowDamaged: naming what differs.
         """
-        said = decode_footer(footer)
+        found = decode_footer(footer)
         for field, expected, seen in (
-            ("namespace", namespace, said.namespace),
-            ("name", name, said.name),
-            ("data_nbytes", self.whole.data_nbytes, said.data_nbytes),
-            ("slabs", len(self.whole.slabs), len(said.checksums)),
+            ("namespace", namespace, found.namespace),
+            ("name", name, found.name),
+            ("data_nbytes", self.whole.data_nbytes, found.data_nbytes),
+            ("slabs", len(self.whole.slabs), len(found.checksums)),
         ):
             if expected != seen:
                 raise RowDamaged(f"footer: {field}: expected {expected}, got {seen}")
         sums = np.array([checksum(data[at]) for at in self._bounds], dtype=np.uint64)
-        wrong = np.flatnonzero(sums != said.checksums[self._numbers])
+        wrong = np.flatnonzero(sums != found.checksums[self._numbers])
         if len(wrong):
             first = self.slabs[int(wrong[0])].number
             raise RowDamaged(f"checksums of {len(wrong)} slabs differ, the first is slab {first}")
@@ -532,7 +531,7 @@ class OpenedRank:
         return cls(rank, opening.writer, kinds, unsaved)
 
     def gaps(self, need: Need) -> Iterator[Gaps]:
-        """What rows leave of the blocks of a load: vLLM zeroes no block that a connector loads.
+        """What rows leave of the blocks of a load, to be zeroed, as vLLM zeroes none of them.
 
         Raises:
             BlockOutOfRange: a block id beyond the cache.

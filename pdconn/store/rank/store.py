@@ -11,11 +11,11 @@
     after_pass() ──────────────────────────────────────────────────►  KV blocks ► parts, notes
     results() ◄─────────────────────────────────────────────────────  SaveResult
 
-The engine's thread queues and takes, and keeps count of what is left of which fetch: what a store
-opens, reads, plans and copies is done on the store's own threads.  Every Fetch, LoadRows and
-SaveRows is answered, also by threads that have failed.
+The engine's thread only puts tasks, takes answers, and counts what is left of each fetch: the
+store's own threads open, read, plan and copy.  Every Fetch, LoadRows and SaveRows is answered, also
+by threads that have failed.
 
-A fetch is answered once, when all its rows have been tried; its bytes belong to it until it was
+A fetch is answered once, when all its rows have been tried; its bytes belong to it until it is
 loaded, or dropped and answered::
 
     Fetch ──► rows: read, verify ──► FetchResult ──► LoadRows ──► loaded
@@ -89,7 +89,7 @@ class FetchUnderWay:
     is_dropped: bool = False
 
     def result(self) -> FetchResult:
-        """The answer, once none is left."""
+        """The answer, once no row is left."""
         found: dict[Problem, list[RowName]] = {problem: [] for problem in Problem}
         for place in sorted(self.bad):
             found[self.bad[place]].append(self.fetch.rows[place])
@@ -107,13 +107,17 @@ class FetchTable:
         return len(self._fetches)
 
     def add_fetch(self, fetch: Fetch) -> None:
-        """A fetch begins."""
+        """Add a fetch, all of whose rows are left to try."""
         self._fetches[fetch.number] = FetchUnderWay(fetch, set(range(len(fetch.rows))))
 
     def rows_tried(
         self, number: int, places: Sequence[int] | None, problem: Problem | None
     ) -> FetchResult | None:
-        """Rows were read, or could not be; all that are left, for None.  The last one answers."""
+        """Note that rows were read, or could not be; for None, all that are left.
+
+        Returns:
+            The fetch's answer, if no row is left.
+        """
         fetch = self._fetches.get(number)
         if fetch is None:
             return None
@@ -130,7 +134,7 @@ class FetchTable:
         return fetch.result()
 
     def drop_fetch(self, number: int) -> None:
-        """The bytes of a fetch are not needed (any more)."""
+        """Drop a fetch: it is over once no row is left."""
         fetch = self._fetches.get(number)
         if fetch is not None:
             fetch.is_dropped = True
@@ -158,11 +162,11 @@ class RankSetup:
     """What every thread of a rank's store begins with.
 
     Attributes:
-        settings: ``staging`` counts here.
+        settings: of which ``staging`` is used here.
         references: this rank's KV memory.
         rank: its number among the ranks of :attr:`OpenStore.replicas`.
         open_shelf: opens a shelf for one thread.
-        hold: opens what shows that a process of the writer lives, see :mod:`..budget.accounts`.
+        hold: locks the account of a writer, so that it counts as alive.
     """
 
     settings: StoreSettings
@@ -186,7 +190,7 @@ class RankSetup:
 
 @dataclass(slots=True)
 class _Answers:
-    """What the engine's thread has heard of and not taken."""
+    """What threads have reported, until the engine's thread takes it."""
 
     results: list[StoreResult] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -198,7 +202,7 @@ class RankStore:
     """Fetches, loads and saves of one rank, for the engine's thread.
 
     Args:
-        settings, references, rank, open_shelf, hold: see :class:`RankSetup`.
+        settings, references, rank, open_shelf, hold: those of :class:`RankSetup`.
     """
 
     def __init__(
@@ -227,7 +231,7 @@ class RankStore:
         """Begin a command; saves wait for :meth:`after_pass`.  Commands keep their order.
 
         Args:
-            after: a load writes to its blocks once the GPU has come to this point.
+            after: a load writes to its blocks once the GPU has reached this point.
         """
         if self._is_closed:
             return
@@ -242,12 +246,12 @@ class RankStore:
         elif isinstance(command, DropFetch):
             self._drop(command.number)
         elif isinstance(command, FailLoad):
-            self._hear(LoadFailed(command.request))
+            self._note(LoadFailed(command.request))
         else:
             self._held.append(command)
 
     def after_pass(self) -> None:
-        """This step's forward pass was started: saves posted before may begin when it is done."""
+        """Begin the saves posted before, once the forward pass that was started has ended."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -258,22 +262,22 @@ class RankStore:
                 self._to_write.put(task)
             else:
                 for answer in unsaved(task):
-                    self._hear(answer)
+                    self._note(answer)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until a thread reports something, or something was reported before."""
+        """Sleep until there is something to take."""
         answers = self._answers
         if not (answers.results or answers.loaded or answers.failed):
             self._outbox.wait(timeout_s)
 
     def has_results(self) -> bool:
-        """Whether there is something to take: answers, or requests that were loaded or failed."""
+        """Whether there is something to take: results, or requests loaded or failed."""
         self._take_reports()
         answers = self._answers
         return bool(answers.results or answers.loaded or answers.failed)
 
     def results(self) -> list[StoreResult]:
-        """Answers since the last call, for the scheduler."""
+        """Results since the last call, for the scheduler."""
         self._take_reports()
         results, self._answers.results = self._answers.results, []
         return results
@@ -300,7 +304,7 @@ class RankStore:
         return counts
 
     def close(self) -> None:
-        """End all threads; what is under way is given a few seconds, the rest is dropped."""
+        """End all threads.  Reads and writes under way get a few seconds; the rest is dropped."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -316,7 +320,7 @@ class RankStore:
             self._staging.unpin()
 
     def _open(self, opening: OpenStore) -> None:
-        """The first opening starts the threads; later ones are of another namespace."""
+        """Start the threads; a later command changes the namespace."""
         if self._opening is None:
             self._opening = opening
             self._reads = self._start_reader(None)
@@ -327,9 +331,9 @@ class RankStore:
             log.error("pdconn: store: opened again with another layout or writer: ignored")
 
     def _read(self, task: ReadTask) -> None:
-        """Have a reader do a task, a load before all others."""
+        """Put a task for the readers, a load before all others."""
         if not self._reads:
-            self._hear(refused_read(task))
+            self._note(refused_read(task))
         elif isinstance(task, LoadFetched):
             self._to_read.put_first([task])
         else:
@@ -339,12 +343,12 @@ class RankStore:
         fetch = self._fetches.take_fetch(load.number)
         if fetch is None:
             log.warning("pdconn: store: a load without its rows: request=%s", load.request)
-            self._hear(LoadFailed(load.request))
+            self._note(LoadFailed(load.request))
         else:
             self._read(LoadFetched(fetch, load, after))
 
     def _drop(self, number: int) -> None:
-        """Take back what no reader has begun; the fetch is answered once the others are over."""
+        """Take back rows that no reader has begun; the others answer the fetch."""
         self._fetches.drop_fetch(number)
 
         def is_of_it(task: ReadTask) -> bool:
@@ -356,7 +360,7 @@ class RankStore:
             self._rows_tried(number, places, Problem.LEFT_OUT)
 
     def _take_reports(self) -> None:
-        """Take over what the threads have reported."""
+        """Apply what the threads have reported."""
         if not self._outbox.items:
             return
         for report in self._outbox.take():
@@ -365,9 +369,9 @@ class RankStore:
                 continue
             self._answers.counts.update(report.counts)
             if report.answer is not None:
-                self._hear(report.answer)
+                self._note(report.answer)
 
-    def _hear(self, answer: Answer) -> None:
+    def _note(self, answer: Answer) -> None:
         answers = self._answers
         if isinstance(answer, RowTried):
             self._rows_tried(answer.number, [answer.place], answer.problem)
@@ -396,17 +400,17 @@ class RankStore:
             self._answers.results.append(result)
 
     def _switch_off(self, name: str) -> None:
-        """A reader refuses everything: so do we.  A writer goes on, to note what it refuses."""
+        """Refuse all reads, as the reader does.  A writer goes on, to write notes of failure."""
         if name == WRITER or not self._reads:
             return
         self._reads = False
         for task in self._to_read.take():
-            self._hear(refused_read(task))
+            self._note(refused_read(task))
 
     # Threads, and what they begin with
 
     def _start_reader(self, staging: HostArea | None) -> bool:
-        """Start one; the first makes the staging area.  Whether there is a thread for it."""
+        """Start a reader; the first makes the staging area.  Returns whether it was started."""
         assert self._opening is not None
         name = f"{READER}-{sum(READER in known for known in self._workers)}"
         reports = TaskReports(self._outbox)
@@ -446,7 +450,7 @@ class RankStore:
 
 @dataclass(slots=True)
 class _ReaderBegin:
-    """Called on a reader's thread.
+    """Makes a reader, on its thread.
 
     Raises:
         FormatError, Incompatible: this rank's memory does not fit the engine's rows.
@@ -475,7 +479,12 @@ class _ReaderBegin:
 
 @dataclass(slots=True)
 class _WriterBegin:
-    """Called on the writer's thread; raises as a reader's does, and ShelfFailure."""
+    """Makes the writer, on its thread.
+
+    Raises:
+        FormatError, Incompatible: this rank's memory does not fit the engine's rows.
+        ShelfFailure: the writer's account cannot be locked.
+    """
 
     setup: RankSetup
     opening: OpenStore

@@ -1,23 +1,22 @@
-"""The threads of a rank's store: each works tasks off, and every task is answered whatever happens.
+"""The threads of a rank's store.  Every task is answered, also by a thread that has failed.
 
 ::
 
     RankStore ── task ──► inbox ──► TaskLoop: work(task) ── TaskReport ──► RankStore
                                        │ an unexpected error
                                        ▼
-                                    refuse(task)      and so every later task, after the third such
-                                                      error, or where the thread could not begin
+                                    refuse(task)      so is every later task, after the third such
+                                                      error, or if the thread could not begin
 
     RowReader    rows ──read, verify──► staging ──► KV blocks
     RowWriter    KV blocks ──gather──► buffer ──checksums──► Shelf.write ──► Shelf.put_note
                               └ after the last row: SaveResult, the blocks may be freed
 
-So a request that waits for a task never waits for a thread that is no more.  Several readers take
-rows from one box, so that one reads while another verifies.
+Several readers take rows from one box, so that one reads while another verifies.
 
-Of each row only the slabs that this rank saves are written; where that is none, the note is
-empty.  A row that cannot be saved gets a note that says so, and its part is discarded by the
-scheduler's process; nothing else comes of it.
+Of each row only the slabs that this rank saves are written; where there are none, the note is
+empty.  A row that cannot be saved gets a note of failure, and the scheduler's process discards its
+part.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _PATIENCE = 3
 
 
 class Problem(Enum):
-    """Why a row is not in staging; left out are rows of dropped fetches, which are not tried."""
+    """Why a row is not in staging.  LEFT_OUT: its fetch was dropped before the row was tried."""
 
     MISSING = auto()
     DAMAGED = auto()
@@ -71,7 +70,7 @@ class Problem(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowTried:
-    """Row ``place`` of fetch ``number`` was read, or why not."""
+    """Row ``place`` of fetch ``number`` was read, or could not be."""
 
     number: int
     place: int
@@ -101,7 +100,7 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class StagingReady:
-    """The staging area is there: further readers may begin."""
+    """The staging area is made: further readers may begin."""
 
     staging: HostArea
 
@@ -134,7 +133,7 @@ class TaskReport:
 
 
 class TaskReports:
-    """One thread's end of the outbox: answers, counts, few warnings."""
+    """What one thread reports: answers and counts in the outbox, warnings in the log."""
 
     def __init__(self, outbox: Box[Any], clock: Callable[[], float] = time.monotonic) -> None:
         self._outbox = outbox
@@ -142,16 +141,16 @@ class TaskReports:
         self._counts: Counter[str] = Counter()
 
     def answer(self, answer: Answer, *, quietly: bool = False) -> None:
-        """Put an answer; ``quietly`` where the engine waits for others with it."""
+        """Put an answer; ``quietly`` if the engine needs further answers before it can go on."""
         report = TaskReport(answer, self._take_counts())
         (self._outbox.put_quietly if quietly else self._outbox.put)(report)
 
     def count(self, **counts: int) -> None:
-        """Add to what the next report says."""
+        """Add to the counts of the next report."""
         self._counts.update(counts)
 
     def report_counts(self) -> None:
-        """Put what no answer has carried."""
+        """Put the counts that no answer has carried."""
         if self._counts:
             self._outbox.put_quietly(TaskReport(None, self._take_counts()))
 
@@ -170,7 +169,7 @@ class TaskLoop(Generic[T]):
 
     Args:
         name: the thread's.
-        inbox: tasks; other threads may take of it, too.
+        inbox: tasks; other threads may take from it as well.
         reports: the thread's own.
         begin: called on the thread; returns what does a task, and what frees its resources.
         refuse: answers a task that cannot be done.
@@ -192,7 +191,7 @@ class TaskLoop(Generic[T]):
         self._end: Callable[[], None] = _nothing
 
     def run(self) -> None:
-        """Do tasks until the inbox is closed; those that are in it then are dropped."""
+        """Do tasks until the inbox is closed; tasks left in it are dropped."""
         try:
             self._work, self._end = self._begin()
         except BaseException:  # the outermost loop: tasks must be answered
@@ -234,7 +233,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeginFetch:
-    """Rows to read, once it is known where each lies in staging."""
+    """A fetch whose rows have no places in staging yet."""
 
     fetch: Fetch
     namespace: str
@@ -251,7 +250,7 @@ class ReadRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadFetched:
-    """A load of a fetch, which writes to its blocks once the GPU has come to ``after``."""
+    """A load of a fetch, which writes to its blocks once the GPU has reached ``after``."""
 
     fetch: Fetch
     load: LoadRows
@@ -274,8 +273,8 @@ class RowReader:
     """One thread's reads and loads.
 
     Args:
-        inbox: where the rows of a fetch are put, before all that waits.
-        open_shelf: opens the thread's own shelf, at the first row and again where that failed.
+        inbox: gets the rows of a fetch, before all that waits.
+        open_shelf: opens the thread's own shelf, at the first row and again after a failure.
         copies: the thread's own, to KV memory.
     """
 
@@ -314,7 +313,7 @@ class RowReader:
             self._load(task)
 
     def _has_more(self, fetch: BeginFetch) -> bool:
-        """Whether rows of the same fetch wait: the engine has no answer without them."""
+        """Whether rows of the same fetch wait, without which the fetch has no answer."""
         try:
             following = self._inbox.items[0]
         except IndexError:
@@ -322,7 +321,7 @@ class RowReader:
         return isinstance(following, ReadRow) and following.of is fetch
 
     def _begin(self, begun: BeginFetch) -> None:
-        """Put the fetch's rows before other fetches; all are missing where there is no room."""
+        """Put the fetch's rows before other fetches; refuse it if it does not fit into staging."""
         tasks: list[ReadTask] = []
         for place, offset in enumerate(self._offsets(begun.fetch)[:-1]):
             tasks.append(ReadRow(begun, place, offset))
@@ -351,7 +350,7 @@ class RowReader:
         return False
 
     def _read(self, task: ReadRow) -> Problem | None:
-        """Read and verify one row; why it is not there, or None."""
+        """Read and verify one row.  Returns why it is not in staging, or None."""
         name = task.of.fetch.rows[task.place]
         share = self._opened.kinds[name.kind].share
         if not share.slabs:
@@ -381,8 +380,8 @@ class RowReader:
             for gaps in self._opened.gaps(load.need):
                 fill_with_zeros(gaps)
         except (StoreError, PlanningError, MemoryError, RuntimeError) as error:
-            # Torch says RuntimeError where a GPU has no memory: that is no error of ours, of which
-            # the third would switch the store off.
+            # torch raises RuntimeError where a GPU has no memory: an expected error, which must not
+            # count towards those that switch the store off.
             self._reports.warn("a load failed: request=%s: %s", load.request, error)
             self._reports.answer(LoadFailed(load.request))
             return
@@ -390,7 +389,7 @@ class RowReader:
         self._reports.answer(Loaded(load.request))
 
     def _spans(self, fetch: Fetch, load: LoadRows) -> Iterator[Spans]:
-        """What is to be copied, kind by kind: a kind without rows must need none."""
+        """What is to be copied, kind by kind; planning fails if a kind without rows needs some."""
         rows: dict[RowKind, list[tuple[int, int]]] = {kind: [] for kind in self._opened.kinds}
         for name, offset in zip(fetch.rows, self._offsets(fetch), strict=False):
             rows[name.kind].append((name.index, self._staging.address + offset))
@@ -409,7 +408,7 @@ class RowReader:
 class SaveUnderWay:
     """A save: ``noted`` rows have their note, ``is_read`` once the blocks may be freed.
 
-    It begins when the GPU has come to ``after``, the end of the pass that wrote the blocks.
+    It begins when the GPU has reached ``after``, the end of the pass that wrote the blocks.
     """
 
     save: SaveRows
@@ -422,9 +421,9 @@ class RowWriter:
     """One thread's saves.
 
     Args:
-        open_shelf: opens the thread's own shelf, at the first row and again where that failed.
+        open_shelf: opens the thread's own shelf, at the first row and again after a failure.
         copies: the thread's own, from KV memory.
-        held: shows that a process of the writer lives; None where nothing asks for that.
+        held: the lock of the writer's account; None for a store without accounts.
     """
 
     def __init__(
@@ -442,7 +441,7 @@ class RowWriter:
         self._shelf: Shelf | None = None
 
     def close(self) -> None:
-        """Close the shelf, and free what else the thread has."""
+        """Close the shelf, unlock the account and unpin the buffer."""
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
@@ -451,7 +450,7 @@ class RowWriter:
         self._buffer.unpin()
 
     def work(self, task: SaveUnderWay) -> None:
-        """Save all rows of a task, and report when its blocks have been read."""
+        """Save all rows of a task; report as soon as its blocks have been read."""
         if task.after is not None:
             task.after.synchronize()
         for place, row in enumerate(task.save.rows):
@@ -462,7 +461,7 @@ class RowWriter:
         answer_save(task, self._reports)
 
     def _saved(self, task: SaveUnderWay, row: SaveRow, is_last: bool) -> bytes:
-        """Gather and write one row; its note."""
+        """Gather and write one row.  Returns its note."""
         index = row.name.index
         try:
             share = self._opened.kinds[row.name.kind].share
@@ -533,7 +532,7 @@ def refuse_save(
     open_shelf: Callable[[], Shelf],
     reports: TaskReports,
 ) -> None:
-    """Answer a save that cannot go on, and note that its other rows were not written."""
+    """Answer a save that cannot go on, and write notes of failure for its other rows."""
     answer_save(task, reports)
     rows = task.save.rows[task.noted :]
     reports.count(write_failures=len(rows))
@@ -548,5 +547,5 @@ def refuse_save(
 
 
 def unsaved(task: SaveUnderWay) -> list[Answer]:
-    """The answers to a save that no thread has begun: nothing is written, so no note says why."""
+    """The answers to a save that no thread has begun: none of its rows gets a note."""
     return [SaveResult(task.save.number), *(SaveFailed(row.part) for row in task.save.rows)]

@@ -1,10 +1,10 @@
 """The interface of a shelf: a place where rows are kept.
 
-Rows come into being in three steps, so that a writer that dies at any of them leaves nothing
-that a reader could take for a row::
+A row is made in three steps, so that a writer that dies at any of them leaves nothing that a
+reader takes for a row::
 
-    begin(part)     every rank asks for room for the row; the first that does makes it
-    write(part)     every rank writes its slabs, then leaves a note with their checksums
+    begin(part)     every rank asks for room for the row; the first one makes the part
+    write(part)     every rank writes its slabs, then a note with their checksums
     commit(part)    the scheduler's process adds the footer and gives the part the row's name;
                     the first commit of a name wins
 
@@ -72,7 +72,7 @@ class Shelf(Protocol):
         ...
 
     def touch(self, namespace: str, names: Sequence[RowName]) -> None:
-        """Note that the rows were used now; those that are gone are left out."""
+        """Note that the rows were used now; rows that are gone are skipped."""
         ...
 
     def used_at(self, namespace: str, name: RowName) -> float | None:
@@ -94,11 +94,11 @@ class Shelf(Protocol):
         ...
 
     def put_note(self, writer: str, part: str, rank: int, note: bytes) -> None:
-        """Leave the note of ``rank`` beside the part, whole or not at all."""
+        """Write the note of ``rank`` beside the part, whole or not at all."""
         ...
 
     def notes(self, writer: str, part: str) -> Mapping[int, bytes]:
-        """Notes by rank, as far as they are there."""
+        """The notes that are there, by rank."""
         ...
 
     def commit(self, writer: str, part: str, namespace: str, name: RowName) -> bool:
@@ -106,7 +106,7 @@ class Shelf(Protocol):
         ...
 
     def discard(self, writer: str, part: str) -> None:
-        """Remove a part and its notes, also where they are gone."""
+        """Remove a part and its notes.  Idempotent."""
         ...
 
     def parts(self) -> Iterator[StoredPart]:

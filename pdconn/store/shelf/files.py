@@ -10,7 +10,7 @@
 
 Parts and their notes are files of one writer's folder.  A row's size is its file's, and when it
 was used last is the file's time of modification.  Bytes are not forced to the device: a row that
-a power failure cut is told by its checksums.
+a power failure cut fails its checksums.
 
 The file system must have hard links (ext4, XFS, tmpfs, NFS and Lustre have them).
 """
@@ -52,14 +52,23 @@ from pdconn.store.shelf.transfer import FileTransfer, recent_rows
 log = logging.getLogger(__name__)
 
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-"""What file systems answer that have no ``fallocate``: NFS before 4.2, ramfs, some FUSE."""
+"""Errors of file systems without ``fallocate``: NFS before 4.2, ramfs, some FUSE."""
 
 ATTEMPTS = 4
-"""A folder may be removed between making and using it, by a process that tidies up."""
+"""A folder may be removed between making and using it, by a process that removes empty ones."""
 
 
-class FileParts:
-    """The half of :class:`pdconn.store.shelf.files.FilesShelf` that writers use."""
+class FilesShelf:
+    """Rows below ``root``: a :class:`~pdconn.store.shelf.base.Shelf`.
+
+    Args:
+        direct_io: O_DIRECT for ranges in whole pages: always, never, or for ``auto`` where it is
+            faster (:mod:`pdconn.store.shelf.transfer`).
+
+    Raises:
+        ShelfFailure: the root cannot be made or read.
+        FormatError: it is of another version.
+    """
 
     def __init__(
         self, root: str | os.PathLike[str], direct_io: bool | Literal["auto"] = "auto"
@@ -67,19 +76,146 @@ class FileParts:
         self._root = root
         self._folders = Folders(root, self._open_root)
         self._transfer = FileTransfer(direct_io)
+        self._recent = recent_rows(self._folders.root)
 
-    def _open_root(self) -> None:
-        """Make the root, or see that it is ours; again whenever folders of it were gone."""
-        open_root(self._root)
+    # Rows
+
+    def has(self, namespace: str, name: RowName) -> bool:
+        """Whether the row is there now.
+
+        Raises:
+            ShelfFailure: the file system refuses.
+        """
+        path = self._row(namespace, name)
+        try:
+            return path is not None and regular(path) is not None
+        except OSError as error:
+            raise failure("look for", str(path), error) from error
+
+    def read(self, namespace: str, name: RowName, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Fill each buffer from its offset in the row.
+
+        Raises:
+            RowMissing, RowDamaged, ShelfFailure: as the interface says.
+        """
+        path = self._row(namespace, name)
+        try:
+            opened = None if path is None else open_regular(path, os.O_RDONLY)
+            if path is None or opened is None:
+                raise RowMissing(f"{namespace}/{name.kind}/{name.file_name}: no such row")
+            fd, _ = opened
+            try:
+                self._transfer.read(fd, path, ranges, is_hot=path in self._recent)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # removed by another machine
+                raise RowMissing(f"{path}: removed while it was read") from error
+            raise failure("read", str(path), error) from error
+        self._recent.add(path)
+
+    def rows(self, namespace: str | None = None) -> Iterator[StoredRow]:
+        """Every committed row, in any order; those of all namespaces for None.
+
+        Raises:
+            ShelfFailure: a folder cannot be listed.
+        """
+        top = self._folders.rows
+        try:
+            if not self._folders.is_folder(top):
+                return
+            for found in [namespace] if namespace is not None else subfolders(top):
+                if not is_namespace(found):
+                    continue
+                for kind in RowKind:
+                    yield from self._rows_of(found, kind)
+        except OSError as error:
+            raise failure("list", top, error) from error
+
+    def _rows_of(self, namespace: str, kind: RowKind) -> Iterator[StoredRow]:
+        top = f"{self._folders.rows}/{namespace}/{kind}"
+        if not self._folders.is_folder(top):
+            return
+        for prefix in subfolders(top):
+            for entry in listed(f"{top}/{prefix}"):
+                name = RowName.parse(kind, entry.name)
+                if name is None or not entry.name.startswith(prefix) or len(prefix) != 2:
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode):
+                        yield StoredRow(namespace, name, found.st_size, found.st_mtime)
+
+    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
+        """Note that the rows were used now; rows that are gone are skipped.
+
+        Raises:
+            ShelfFailure: a use cannot be noted; the rows after it are skipped.
+        """
+        for name in names:
+            path = self._row(namespace, name)
+            if path is None:
+                continue
+            try:
+                os.utime(path, follow_symlinks=False)
+            except OSError as error:
+                if error.errno in ABSENT:
+                    continue
+                raise failure("touch", path, error) from error
+            self._recent.add(path)
+
+    def used_at(self, namespace: str, name: RowName) -> float | None:
+        """When the row was last used; None if there is no such row.
+
+        Raises:
+            ShelfFailure: the file system refuses.
+        """
+        path = self._row(namespace, name)
+        try:
+            found = None if path is None else regular(path)
+        except OSError as error:
+            raise failure("look at", str(path), error) from error
+        return None if found is None else found.st_mtime
+
+    def remove(self, namespace: str, name: RowName) -> int:
+        """Remove the row; the bytes that it had, 0 if it was gone.
+
+        Raises:
+            ShelfFailure: it cannot be removed.
+        """
+        path = self._row(namespace, name)
+        try:
+            found = None if path is None else regular(path)
+            if path is None or found is None:
+                return 0
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise failure("remove", str(path), error) from error
+        with contextlib.suppress(OSError):  # as soon as they are empty
+            os.rmdir(os.path.dirname(path))
+            os.rmdir(os.path.dirname(os.path.dirname(path)))
+        return found.st_size
+
+    def _row(self, namespace: str, name: RowName) -> str | None:
+        """The row's file; None where its folder is not there, or not ours."""
+        folder = self._folders.row_folder(namespace, name)
+        try:
+            return f"{folder}/{name.file_name}" if self._folders.is_folder(folder) else None
+        except OSError as error:
+            raise failure("look into", folder, error) from error
+
+    # Parts
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
         """Make a part with room for ``nbytes``, unless it is there.
 
-        Ranks may ask at the same time: each makes sure of the room itself, which is no work for
-        all but the first.
+        Ranks may call it at the same time: each reserves the room, which costs the later ones
+        nothing.
 
         Raises:
-            ShelfFailure: no space; a part that this call made is not left behind.
+            ShelfFailure: no space; a part that this call made is removed again.
         """
         path = self._folders.part(writer, part)
         folder = self._folders.writer_folder(writer)
@@ -123,10 +259,10 @@ class FileParts:
             raise failure("write", path, error) from error
 
     def put_note(self, writer: str, part: str, rank: int, note: bytes) -> None:
-        """Leave the note of ``rank`` beside the part, whole or not at all.
+        """Write the note of ``rank`` beside the part, whole or not at all.
 
         Raises:
-            ShelfFailure: no such part, or it cannot be left.
+            ShelfFailure: no such part, or the file system refuses.
         """
         path = self._folders.part(writer, part)
         aside = f"{path}.note{rank}.new"
@@ -143,7 +279,7 @@ class FileParts:
             raise failure("note", path, error) from error
 
     def notes(self, writer: str, part: str) -> Mapping[int, bytes]:
-        """Notes by rank, as far as they are there.
+        """The notes that are there, by rank.
 
         Raises:
             ShelfFailure: they cannot be read.
@@ -162,8 +298,35 @@ class FileParts:
             raise failure("read notes of", path, error) from error
         return found
 
+    def commit(self, writer: str, part: str, namespace: str, name: RowName) -> bool:
+        """Give the part its name; False if there is such a row already.  The part is gone after.
+
+        If the part cannot be removed after that, the row stays committed, and the part is listed
+        until it is discarded.
+
+        Raises:
+            ShelfFailure: no such part, or it cannot be named; it is still there then.
+        """
+        path = self._folders.part(writer, part)
+        folder = self._folders.row_folder(namespace, name)
+        final = f"{folder}/{name.file_name}"
+        try:
+            is_ours = self._folders.is_folder(os.path.dirname(path))
+            made = regular(path) if is_ours else None
+            if made is None:
+                raise ShelfFailure(f"{path}: no such part")
+            is_new = self._link(path, folder, final, made)
+        except OSError as error:
+            raise failure(f"commit {path} as", final, error) from error
+        try:
+            self._clear(writer, part)
+        except OSError as error:
+            log.warning("pdconn: store: a committed part was not cleared: %s: %s", path, error)
+        self._recent.add(final)
+        return is_new
+
     def discard(self, writer: str, part: str) -> None:
-        """Remove a part and its notes, also where they are gone.
+        """Remove a part and its notes.  Idempotent.
 
         Raises:
             ShelfFailure: they cannot be removed.
@@ -201,6 +364,26 @@ class FileParts:
                 yield from (StoredPart(writer, name, nbytes) for name, nbytes in found.items())
         except OSError as error:
             raise failure("list", top, error) from error
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Files of the root
+
+    def _open_root(self) -> None:
+        """Make or check the root, also when a folder of it has been removed."""
+        open_root(self._root)
 
     def _opened_part(self, writer: str, path: str) -> tuple[int, int] | None:
         if not self._folders.is_folder(self._folders.writer_folder(writer)):
@@ -259,6 +442,25 @@ class FileParts:
                 raise
             os.ftruncate(fd, nbytes)
 
+    def _link(self, path: str, folder: str, final: str, made: os.stat_result) -> bool:
+        if not self._folders.is_folder(folder):
+            self._folders.make(folder)
+        for _ in range(ATTEMPTS):
+            try:
+                os.link(path, final)
+            except FileNotFoundError:
+                self._folders.make(folder)
+            except FileExistsError:
+                # NFS reports it also for a repeated call whose first one succeeded.
+                with contextlib.suppress(FileNotFoundError):
+                    there = os.lstat(final)
+                    if not stat.S_ISREG(there.st_mode):
+                        raise ShelfFailure(f"{final}: not a file of ours is there") from None
+                    return os.path.samestat(there, made)
+            else:
+                return True
+        raise ShelfFailure(f"cannot commit {path} as {final}: gone again and again")
+
 
 def fallocate(fd: int, nbytes: int) -> None:
     """Reserve the first ``nbytes`` of a file, which is as long afterwards: ``fallocate(2)`` itself.
@@ -282,208 +484,3 @@ def _fallocate() -> ctypes._NamedFuncPointer:
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     call.restype = ctypes.c_int
     return call
-
-
-class FilesShelf(FileParts):
-    """Rows below ``root``; see :class:`pdconn.store.shelf.base.Shelf`.
-
-    Args:
-        direct_io: O_DIRECT for ranges in whole pages: always, never, or for ``auto`` where it is
-            faster (see :mod:`pdconn.store.shelf.transfer`).
-
-    Raises:
-        ShelfFailure: the root cannot be made or read.
-        FormatError: it is of another version.
-    """
-
-    def __init__(
-        self, root: str | os.PathLike[str], direct_io: bool | Literal["auto"] = "auto"
-    ) -> None:
-        super().__init__(root, direct_io)
-        self._recent = recent_rows(self._folders.root)
-
-    def has(self, namespace: str, name: RowName) -> bool:
-        """Whether the row is there now.
-
-        Raises:
-            ShelfFailure: it cannot be told.
-        """
-        path = self._row(namespace, name)
-        try:
-            return path is not None and regular(path) is not None
-        except OSError as error:
-            raise failure("look for", str(path), error) from error
-
-    def read(self, namespace: str, name: RowName, ranges: Sequence[tuple[int, Buffer]]) -> None:
-        """Fill each buffer from its offset in the row.
-
-        Raises:
-            RowMissing, RowDamaged, ShelfFailure: see :class:`pdconn.store.shelf.base.Shelf`.
-        """
-        path = self._row(namespace, name)
-        try:
-            opened = None if path is None else open_regular(path, os.O_RDONLY)
-            if path is None or opened is None:
-                raise RowMissing(f"{namespace}/{name.kind}/{name.file_name}: no such row")
-            fd, _ = opened
-            try:
-                self._transfer.read(fd, path, ranges, is_hot=path in self._recent)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            if error.errno == errno.ESTALE:  # removed by another machine
-                raise RowMissing(f"{path}: removed while it was read") from error
-            raise failure("read", str(path), error) from error
-        self._recent.add(path)
-
-    def rows(self, namespace: str | None = None) -> Iterator[StoredRow]:
-        """Every committed row, in any order; those of all namespaces for None.
-
-        Raises:
-            ShelfFailure: a folder cannot be listed.
-        """
-        top = self._folders.rows
-        try:
-            if not self._folders.is_folder(top):
-                return
-            for found in [namespace] if namespace is not None else subfolders(top):
-                if not is_namespace(found):
-                    continue
-                for kind in RowKind:
-                    yield from self._rows_of(found, kind)
-        except OSError as error:
-            raise failure("list", top, error) from error
-
-    def _rows_of(self, namespace: str, kind: RowKind) -> Iterator[StoredRow]:
-        top = f"{self._folders.rows}/{namespace}/{kind}"
-        if not self._folders.is_folder(top):
-            return
-        for prefix in subfolders(top):
-            for entry in listed(f"{top}/{prefix}"):
-                name = RowName.parse(kind, entry.name)
-                if name is None or not entry.name.startswith(prefix) or len(prefix) != 2:
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(found.st_mode):
-                        yield StoredRow(namespace, name, found.st_size, found.st_mtime)
-
-    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
-        """Note that the rows were used now; those that are gone are left out.
-
-        Raises:
-            ShelfFailure: it cannot be noted; the names after it are left out.
-        """
-        for name in names:
-            path = self._row(namespace, name)
-            if path is None:
-                continue
-            try:
-                os.utime(path, follow_symlinks=False)
-            except OSError as error:
-                if error.errno in ABSENT:
-                    continue
-                raise failure("touch", path, error) from error
-            self._recent.add(path)
-
-    def used_at(self, namespace: str, name: RowName) -> float | None:
-        """When the row was last used; None if there is no such row.
-
-        Raises:
-            ShelfFailure: it cannot be told.
-        """
-        path = self._row(namespace, name)
-        try:
-            found = None if path is None else regular(path)
-        except OSError as error:
-            raise failure("look at", str(path), error) from error
-        return None if found is None else found.st_mtime
-
-    def remove(self, namespace: str, name: RowName) -> int:
-        """Remove the row; the bytes that it had, 0 if it was gone.
-
-        Raises:
-            ShelfFailure: it cannot be removed.
-        """
-        path = self._row(namespace, name)
-        try:
-            found = None if path is None else regular(path)
-            if path is None or found is None:
-                return 0
-            os.unlink(path)
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            raise failure("remove", str(path), error) from error
-        with contextlib.suppress(OSError):  # as soon as they are empty
-            os.rmdir(os.path.dirname(path))
-            os.rmdir(os.path.dirname(os.path.dirname(path)))
-        return found.st_size
-
-    def _row(self, namespace: str, name: RowName) -> str | None:
-        """The row's file; None where its folder is not there, or not ours."""
-        folder = self._folders.row_folder(namespace, name)
-        try:
-            return f"{folder}/{name.file_name}" if self._folders.is_folder(folder) else None
-        except OSError as error:
-            raise failure("look into", folder, error) from error
-
-    def commit(self, writer: str, part: str, namespace: str, name: RowName) -> bool:
-        """Give the part its name; False if there is such a row already.  The part is gone after.
-
-        A row that was committed stays committed where the part cannot be cleared away: the part
-        is listed until it is discarded.
-
-        Raises:
-            ShelfFailure: no such part, or it cannot be named; it is still there then.
-        """
-        path = self._folders.part(writer, part)
-        folder = self._folders.row_folder(namespace, name)
-        final = f"{folder}/{name.file_name}"
-        try:
-            is_ours = self._folders.is_folder(os.path.dirname(path))
-            made = regular(path) if is_ours else None
-            if made is None:
-                raise ShelfFailure(f"{path}: no such part")
-            is_new = self._link(path, folder, final, made)
-        except OSError as error:
-            raise failure(f"commit {path} as", final, error) from error
-        try:
-            self._clear(writer, part)
-        except OSError as error:
-            log.warning("pdconn: store: a committed part was not cleared: %s: %s", path, error)
-        self._recent.add(final)
-        return is_new
-
-    def _link(self, path: str, folder: str, final: str, made: os.stat_result) -> bool:
-        if not self._folders.is_folder(folder):
-            self._folders.make(folder)
-        for _ in range(ATTEMPTS):
-            try:
-                os.link(path, final)
-            except FileNotFoundError:
-                self._folders.make(folder)
-            except FileExistsError:
-                # NFS may answer so to the repeat of a call that was done.
-                with contextlib.suppress(FileNotFoundError):
-                    there = os.lstat(final)
-                    if not stat.S_ISREG(there.st_mode):
-                        raise ShelfFailure(f"{final}: not a file of ours is there") from None
-                    return os.path.samestat(there, made)
-            else:
-                return True
-        raise ShelfFailure(f"cannot commit {path} as {final}: gone again and again")
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""The folders of a root: where rows, parts and notes lie as files, and what of them is ours.
+"""The folders of a root: where rows, parts and notes lie as files, and which files are ours.
 
 ::
 
@@ -10,7 +10,7 @@
 
 Only folders and regular files with such names are ours.  Anything else below the root (a
 symbolic link, a pipe, a folder in place of a row, files of other names) is not followed, not
-read and not deleted.  Each folder is looked at once and remembered, so that this costs nothing
+read and not deleted.  Each folder is checked once and remembered, so that this costs nothing
 per row; no descriptor of a folder is kept, since a root may be emptied under a running engine.
 """
 
@@ -33,7 +33,7 @@ ROOT_VERSION = 1
 ABSENT = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESTALE}
 )
-"""Errors that say that there is no file of ours; the last one, that another machine removed it."""
+"""Errors that mean that there is no file of ours; ESTALE, that another machine removed it."""
 
 _FORMAT = b"pdconn store, version %d\n"
 _NAMESPACE = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -43,7 +43,7 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def failure(action: str, path: str, error: OSError) -> ShelfFailure:
-    """What a shelf raises for an error of the file system."""
+    """The shelf's error for one of the file system."""
     code = errno.errorcode.get(error.errno or 0, "unknown")
     return ShelfFailure(f"cannot {action} {path}: {code}: {error.strerror}")
 
@@ -57,7 +57,7 @@ class Folders:
 
     Args:
         root: made absolute; may be a symbolic link itself.
-        open_it: makes the root, or sees that it is ours, at once and whenever a folder is made.
+        open_it: makes or checks the root; called at once, and whenever a folder is made.
 
     Raises:
         StoreError: from ``open_it``.
@@ -114,7 +114,7 @@ class Folders:
         """Whether a path below the root is a folder, and so are all above it: no links.
 
         Raises:
-            OSError: it cannot be told.
+            OSError: the file system refuses.
         """
         if path in self._known:
             return True
@@ -135,7 +135,7 @@ class Folders:
             OSError: something else is in its place, or the file system refuses.
             StoreError: the root was replaced by one that is not ours, or cannot be made.
         """
-        self._open()  # what lies beside the folders may have gone with them
+        self._open()  # files beside the folders may be removed, too
         self._known = {self.root}
         self._make(path)
 
@@ -169,7 +169,7 @@ def make_private(path: str | os.PathLike[str]) -> None:
 def note_of(file_name: str) -> tuple[str, int, bool] | None:
     """Part, rank, and whether it is a whole note, of a file beside a part; None for another file.
 
-    What the shelf ``obj`` has written of a part lies beside it, too, and is no note.
+    Records of the shelf ``obj`` lie beside a part as well, and are no notes.
     """
     match = _NOTE.fullmatch(file_name)
     if match is None:
@@ -184,7 +184,7 @@ def object_of(file_name: str) -> str | None:
 
 
 def is_writer(name: str) -> bool:
-    """Whether a folder or file may be named so by a writer."""
+    """Whether ``name`` may be that of a writer or of a part."""
     return _WRITER.fullmatch(name) is not None
 
 
@@ -280,10 +280,10 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def regular(path: str) -> os.stat_result | None:
-    """What there is to know of a regular file; None if there is none.
+    """The status of a regular file; None if there is none.
 
     Raises:
-        OSError: it cannot be told.
+        OSError: the file system refuses.
     """
     try:
         found = os.lstat(path)
@@ -303,7 +303,7 @@ def folder_id(path: str) -> FolderId | None:
     """Which folder a path names now; None if there is none.
 
     Raises:
-        ShelfFailure: it cannot be told.
+        ShelfFailure: the file system refuses.
     """
     try:
         found = os.stat(path)
@@ -317,15 +317,15 @@ def folder_id(path: str) -> FolderId | None:
 
 
 def unlink_quietly(path: str) -> None:
-    """Remove a file after a failure that is reported already."""
+    """Remove a file after a failure that the caller reports."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def open_root(root: str | os.PathLike[str]) -> None:
-    """Make a root, or see that it has folders that we know.
+    """Make a root, or check that its version is ours.
 
-    Several processes may do so at once; a root that cannot be written is fine if it is made.
+    Several processes may call it at once.  A root that exists need not be writable.
 
     Raises:
         FormatError: another version, a file ``format`` that is not ours, or a folder that others
@@ -354,18 +354,18 @@ def open_root(root: str | os.PathLike[str]) -> None:
         raise FormatError(path, expected, "no regular file" if seen is None else seen[:80])
 
 
-# Whose folders a root consists of: who may write there chooses KV that engines believe.  Rows are
-# checked against accidents and not against people: their checksums have no key.  So a root is held
-# to what the side channel asks of a secret's file.  What we make in it is for its owner alone; the
-# root itself may be listed by others, as mount points may.
+# Owners of a root's folders.  A user that can write to them chooses the KV that engines compute
+# with: checksums of rows have no key, so they detect accidents and not attacks.  A root must
+# therefore have the permissions that the side channel requires of a secret's file.  Folders that
+# pdconn makes are for their owner alone; others may list the root itself, like a mount point.
 
 _FOLDERS_BELOW = ("rows", "parts", "budget")
 
 
 def check_private(root: str) -> None:
-    """See that nobody else can write to a root, or to a folder that we make in it.
+    """Check that only their owner can write to a root and to the folders that we make in it.
 
-    Root of the machine may use anybody's folder; others their own, and root's.
+    The superuser may use every user's folder; other users their own, and the superuser's.
 
     Raises:
         FormatError: naming the folder, its mode or owner, and what to do.
@@ -395,7 +395,7 @@ def _check_owner(path: str, found: os.stat_result) -> None:
 
 
 def keep_layout(root: str | os.PathLike[str], namespace: str, layout: StoreLayout) -> None:
-    """Keep the layout of a namespace's rows beside them, unless it is there.
+    """Write the layout of a namespace's rows beside them, unless it is there.
 
     Raises:
         ShelfFailure: it cannot be written.

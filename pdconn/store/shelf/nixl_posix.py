@@ -35,18 +35,19 @@ class NixlTransfer(FileTransfer):
     def read(
         self, fd: int, path: str, ranges: Sequence[tuple[int, Buffer]], *, is_hot: bool
     ) -> None:
-        """See :meth:`FileTransfer.read`.  NIXL does not tell a short file from a device error."""
+        """Fill each buffer from its offset; as in :class:`FileTransfer`."""
+        # NIXL reports a file that is too short as a device error.
         nbytes = os.fstat(fd).st_size
         if any(at + len(buffer) > nbytes for at, buffer in ranges):
             raise RowDamaged(f"{path}: ends at {nbytes}, before a range does")
         self._move("READ", fd, ranges)
 
     def write(self, fd: int, ranges: Sequence[tuple[int, Buffer]]) -> None:
-        """See :meth:`FileTransfer.write`."""
+        """Write each buffer at its offset; as in :class:`FileTransfer`."""
         self._move("WRITE", fd, ranges)
 
     def close(self) -> None:
-        """Let the agent go."""
+        """Close the agent."""
         self._files.close()
 
     def _move(
@@ -60,7 +61,7 @@ class NixlTransfer(FileTransfer):
 
 
 class NixlPosixShelf(FilesShelf):
-    """Rows below ``root``, moved by NIXL; one can read what :class:`FilesShelf` wrote.
+    """Rows below ``root``, moved by NIXL; the files are those of :class:`FilesShelf`.
 
     Raises:
         StoreError: the root cannot be used, or NIXL cannot.
@@ -72,6 +73,6 @@ class NixlPosixShelf(FilesShelf):
         self._transfer = self._moving
 
     def close(self) -> None:
-        """Let the agent go."""
+        """Close the agent."""
         self._moving.close()
         super().close()

@@ -1,7 +1,7 @@
-"""The shelf that the settings name, and what the root says of it.
+"""Opens the shelf that the settings name, and keeps a root to its kind of shelf.
 
-``ROOT/shelf.json`` is there for a root whose rows are in a bucket, and has no credentials.  A root
-without the file is one of files.
+``ROOT/shelf.json`` names the bucket of a root whose rows are in one; it has no credentials.  A root
+without it holds its rows as files.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _DECODER = msgspec.json.Decoder(_Described)
 
 
 def place_of(root: str | os.PathLike[str]) -> BucketPlace | None:
-    """The bucket of a root's rows; None for a root of files, or one that is not there.
+    """The bucket of a root's rows; None for a root of files, or one that does not exist.
 
     Raises:
-        FormatError: a file that is not ours.
+        FormatError: the file is not ours.
         ShelfFailure: it cannot be read.
     """
     path = os.path.join(os.path.abspath(root), SHELF_FILE)
@@ -55,7 +55,7 @@ def place_of(root: str | os.PathLike[str]) -> BucketPlace | None:
 
 
 def check_files(root: str | os.PathLike[str]) -> None:
-    """See that a root is one of files.
+    """Check that a root holds its rows as files.
 
     Raises:
         FormatError: its rows are in a bucket.
@@ -68,7 +68,7 @@ def check_files(root: str | os.PathLike[str]) -> None:
 
 
 def keep_place(root: str | os.PathLike[str], place: BucketPlace) -> None:
-    """See that a root is one of this bucket, or make a new one so.
+    """Check that a root belongs to this bucket; a new root is marked so.
 
     Raises:
         FormatError: it has rows as files, or rows of another bucket.
@@ -99,7 +99,7 @@ def keep_place(root: str | os.PathLike[str], place: BucketPlace) -> None:
 
 
 def open_shelf(settings: StoreSettings) -> Shelf:
-    """A shelf for one thread; make one for each.
+    """Open a shelf for one thread; each thread opens its own.
 
     Raises:
         StoreSettingError: a shelf of another name.

@@ -4,16 +4,16 @@ Reading a row with O_DIRECT is two to four times faster than through a cold page
 slower than from a warm one.  So ``auto`` decides read by read::
 
     small, or not in whole pages                              ─► page cache
-    used by this process a short while ago: will be again     ─► page cache, which then has it
-    its last pages are cached (written or read by anybody)    ─► page cache
+    used by this process a short while ago: likely again      ─► page cache, which then has it
+    its last pages are cached (by any process)                ─► page cache
     else                                                      ─► O_DIRECT
 
-and writes through the page cache, since what was just saved is what is likely read next.  Where
+and writes through the page cache, since a row that was just saved is likely to be read next.  Where
 the file system refuses O_DIRECT it is not tried again.
 
-Ranges are joined into as few system calls as possible.  Whether the page cache has them is asked
-with ``cachestat`` (Linux 6.5), which costs a microsecond or two, and unlike a read that may not
-wait begins no read-ahead.
+Ranges are joined into as few system calls as possible.  ``cachestat`` (Linux 6.5) says whether the
+page cache has them; it costs a microsecond or two and, unlike a read with RWF_NOWAIT, starts no
+read-ahead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pdconn.store.shelf.base import Buffer
 log = logging.getLogger(__name__)
 
 DIRECT_NBYTES = 64 << 10
-"""Reads below are not worth it: the device's latency outweighs the copy."""
+"""For smaller reads the device's latency outweighs the copy."""
 
 _MOST_BUFFERS = 1024  # IOV_MAX
 _PROBED = 16 * ALIGNMENT
@@ -237,7 +237,7 @@ class RecentRows:
         return path in self._paths
 
     def add(self, path: str) -> None:
-        """The file was used now."""
+        """Note that the file was used now."""
         with self._lock:
             self._paths[path] = None
             self._paths.move_to_end(path)
@@ -247,5 +247,5 @@ class RecentRows:
 
 @functools.cache
 def recent_rows(root: str) -> RecentRows:
-    """Those of a root, for all shelves of the process."""
+    """The recent rows of a root, for all shelves of the process."""
     return RecentRows()

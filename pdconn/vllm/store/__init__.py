@@ -2,5 +2,7 @@
 
 keys       what names of rows depend on besides tokens: of an engine, of a prompt
 states     which blocks hold the recurrent state at a boundary
+events     KV events of stored rows, in vLLM's own block hashes
 storing    the scheduler's part: requests, blocks that are being saved, resets
+metrics    names and help texts of the store's metrics
 """

@@ -1,21 +1,21 @@
 """KV events of stored rows, in vLLM's own block hashes, so that routers count stored prefixes.
 
-A row has a key of ours; a router knows prompts by vLLM's block hashes.  Both are known of a
-prompt while its request is here, so hashes are noted when rows are saved or served, and told when
-the rows are there::
+A row has a key of ours; a router knows prompts by vLLM's block hashes.  Both are known while a
+prompt's request is in the engine, so hashes are noted when rows are saved or served, and announced
+when the rows are there::
 
-    saving ──► noted ──committed──► told (BlockStored) ──gone, forgotten, reset──► BlockRemoved
-    serving ───────────────────────► told
+    saving ──► noted ──committed──► announced (BlockStored) ──gone, forgotten, reset──► BlockRemoved
+    serving ──────────────────────► announced
 
-One BlockStored per row and KV cache group, so that a reader can tell by its tokens in what steps
-a stored prefix ends.  Of a windowed group it names the blocks of the tail that the row keeps, and
+There is one BlockStored per row and KV cache group, so that its tokens show at which boundaries a
+stored prefix can end.  Of a windowed group it names the blocks of the tail that the row keeps, and
 of a compressor's its whole window: the row keeps less of it, and does not need the rest.  Of
 states it names the last block.
 
-Used on the engine's thread.  What is to be told waits in a queue, and :meth:`StoreEvents.take`
-works on a few rows of it in each step.  Bounded: a row too many makes the least recently used one
-be forgotten, which is told as removed, since what is gone and taken for held draws prompts to be
-computed here.
+Used on the engine's thread.  Announcements wait in a queue, and :meth:`StoreEvents.take` works on a
+few rows of it in each step.  Beyond ``MAX_ROWS`` rows the least recently used one is announced as
+removed and forgotten: a row that a router still counts after it is gone attracts prompts that are
+then computed here.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from pdconn.store.format.row import RowKind, RowName, Section, StoreLayout
 from registration.references import AttentionKind
 
 MAX_ROWS = 65_536
-"""Rows that are told at a time, 0.4 KB each with blocks of 16 tokens."""
+"""Rows that are announced and not removed, 0.4 KB each with blocks of 16 tokens."""
 MAX_NOTED = 4096
 """Rows that are being saved, with their tokens: up to 10 KB each."""
 ROWS_AT_ONCE = 64
-"""Rows that one step tells; the rest waits for the next step."""
+"""Rows that one step announces; the rest waits for the next step."""
 AGAIN_S = 600.0
-"""A row that is served is told again after so long: a router may have started meanwhile."""
+"""A row that is served is announced again after so long: a router may have started meanwhile."""
 
 _BITS = {RowKind.FA: 1, RowKind.WA: 2}
 _Hash = int | bytes
@@ -136,8 +136,8 @@ class _Noted:
 
 
 @dataclass(slots=True)
-class _Told:
-    """A row that is told; ``kinds`` are bits, ``at`` is when, in the clock's seconds."""
+class _Announced:
+    """A row that was announced; ``kinds`` are bits, ``at`` is when, in the clock's seconds."""
 
     hashes: Sequence[_Hash]
     kinds: int = 0
@@ -153,7 +153,7 @@ class StoreEvents:
         hash_block_tokens: vLLM's ``hash_block_size``; it divides ``row_tokens``.
         locality: ``LOCAL`` or ``REMOTE``: where the rows are, as events name it.
         clock: seconds that never go back.
-        max_rows: see ``MAX_ROWS``.
+        max_rows: the most rows that are announced and not removed.
     """
 
     def __init__(
@@ -172,17 +172,17 @@ class StoreEvents:
         self._locality, self._clock, self._max_rows = locality, clock, max_rows
         self._as_int = bool(envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)
         self._noted: OrderedDict[bytes, _Noted] = OrderedDict()
-        self._told: OrderedDict[bytes, _Told] = OrderedDict()
+        self._announced: OrderedDict[bytes, _Announced] = OrderedDict()
         self._work: deque[Callable[[list[KVCacheEvent]], int]] = deque()
 
     def __len__(self) -> int:
-        """Rows that are told, each key once."""
-        return len(self._told)
+        """Rows that are announced, each key once."""
+        return len(self._announced)
 
     # On the engine's thread
 
     def saving(self, request: Any, names: Sequence[RowName]) -> None:
-        """Rows of vLLM's ``Request`` are being saved: tell them when they are committed."""
+        """Announce these rows of vLLM's ``Request`` once they are committed."""
         for name in names:
             noted = self._noted.get(name.key) or self._note(request, name.index)
             if noted is not None:
@@ -192,36 +192,36 @@ class StoreEvents:
                     self._noted.popitem(last=False)
 
     def serving(self, request: Any, names: Sequence[RowName]) -> None:
-        """A hit of ``request`` is served from these rows, which somebody has saved.
+        """Announce these rows, from which a hit of ``request`` is loaded.
 
-        ``names`` are best all rows that the hit depends on: FA rows from the first on, and the
+        ``names`` should be all rows that the hit depends on: FA rows from the first on, and the
         WA rows of its boundary.
         """
         before = self._clock() - AGAIN_S
         fresh = []
         for name in reversed(names):  # so that the beginning of a prompt is forgotten last
-            told = self._told.get(name.key)
-            if told is not None:
-                self._told.move_to_end(name.key)
-            if told is None or not told.kinds & _BITS[name.kind] or told.at <= before:
+            known = self._announced.get(name.key)
+            if known is not None:
+                self._announced.move_to_end(name.key)
+            if known is None or not known.kinds & _BITS[name.kind] or known.at <= before:
                 fresh.append(name)
         fresh.reverse()
         for some in _parts(fresh):
             self._work.append(partial(self._serve, request, some))
 
-    def cleared(self, *, engine_told: bool) -> None:
-        """Rows saved before are not looked up any more; those on their way are not told.
+    def cleared(self, *, engine_announces: bool) -> None:
+        """Forget all rows after a reset: they are not looked up any more.
 
         Args:
-            engine_told: vLLM's reset succeeded, so that its block pool says AllBlocksCleared,
-                which is of every medium.  A reset that fails says nothing: then all rows are told
-                as removed.
+            engine_announces: vLLM's reset succeeded, so that its block pool publishes
+                AllBlocksCleared, which covers every medium.  A reset that fails publishes nothing:
+                then all rows are announced as removed.
         """
         self._work.clear()
         self._noted.clear()
-        if engine_told:
-            self._told.clear()
-        for some in _parts(list(self._told)):
+        if engine_announces:
+            self._announced.clear()
+        for some in _parts(list(self._announced)):
             self._work.append(partial(self._forget, some))
 
     def take(self) -> list[KVCacheEvent]:
@@ -230,12 +230,12 @@ class StoreEvents:
         room = ROWS_AT_ONCE
         while room > 0 and self._work:
             room -= self._work.popleft()(events)
-        while len(self._told) > self._max_rows:
-            self._forget([next(iter(self._told))], events)
+        while len(self._announced) > self._max_rows:
+            self._forget([next(iter(self._announced))], events)
         return events
 
     def told(self, committed: Sequence[RowName], gone: Sequence[RowName]) -> None:
-        """Rows are there now, or are gone: evicted, missing or damaged."""
+        """Announce rows that are there now, and rows gone: evicted, missing or damaged."""
         for some in _parts(committed):
             self._work.append(partial(self._commit, some))
         for some in _parts(gone):
@@ -252,7 +252,7 @@ class StoreEvents:
             noted.waiting ^= _BITS[name.kind]
             if not noted.waiting:
                 del self._noted[name.key]
-            self._tell(name, noted, now, events)
+            self._announce(name, noted, now, events)
         return len(names)
 
     def _serve(self, request: Any, names: Sequence[RowName], events: list[KVCacheEvent]) -> int:
@@ -263,41 +263,45 @@ class StoreEvents:
                 made[name.index] = self._note(request, name.index)
             noted = made[name.index]
             if noted is not None:
-                self._tell(name, noted, now, events)
+                self._announce(name, noted, now, events)
         return len(names)
 
     def _remove(self, names: Sequence[RowName], events: list[KVCacheEvent]) -> int:
         gone: dict[int, list[_Hash]] = {}
         for name in names:
-            told = self._told.get(name.key)
-            if told is None or not told.kinds & _BITS[name.kind]:
+            known = self._announced.get(name.key)
+            if known is None or not known.kinds & _BITS[name.kind]:
                 continue
-            told.kinds ^= _BITS[name.kind]
-            if not told.kinds:
-                del self._told[name.key]
+            known.kinds ^= _BITS[name.kind]
+            if not known.kinds:
+                del self._announced[name.key]
             for group in self._groups[name.kind]:
-                gone.setdefault(group.group, []).extend(self._blocks(group, told.hashes))
+                gone.setdefault(group.group, []).extend(self._blocks(group, known.hashes))
         events.extend(self._removed(group, hashes) for group, hashes in gone.items())
         return len(names)
 
     def _forget(self, keys: Sequence[bytes], events: list[KVCacheEvent]) -> int:
         gone: dict[int, list[_Hash]] = {}
         for key in keys:
-            told = self._told.pop(key, None)
+            known = self._announced.pop(key, None)
             for kind, bit in _BITS.items():
-                if told is not None and told.kinds & bit:
+                if known is not None and known.kinds & bit:
                     for group in self._groups[kind]:
-                        gone.setdefault(group.group, []).extend(self._blocks(group, told.hashes))
+                        gone.setdefault(group.group, []).extend(self._blocks(group, known.hashes))
         events.extend(self._removed(group, hashes) for group, hashes in gone.items())
         return len(keys)
 
-    def _tell(self, name: RowName, noted: _Noted, now: float, events: list[KVCacheEvent]) -> None:
-        told = self._told.get(name.key)
-        if told is None:
+    def _announce(
+        self, name: RowName, noted: _Noted, now: float, events: list[KVCacheEvent]
+    ) -> None:
+        known = self._announced.get(name.key)
+        if known is None:
             hashes: Any = noted.hashes
-            told = self._told[name.key] = _Told(array("Q", hashes) if self._as_int else hashes)
-        told.kinds |= _BITS[name.kind]
-        told.at = now
+            known = self._announced[name.key] = _Announced(
+                array("Q", hashes) if self._as_int else hashes
+            )
+        known.kinds |= _BITS[name.kind]
+        known.at = now
         for group in self._groups[name.kind]:
             events.append(self._stored(group, noted))
 
@@ -379,6 +383,6 @@ class StoreEvents:
 
 
 def _parts(rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """``rows`` in parts that one step can tell."""
+    """``rows`` in parts that one step can announce."""
     for first in range(0, len(rows), ROWS_AT_ONCE):
         yield rows[first : first + ROWS_AT_ONCE]

@@ -5,14 +5,13 @@ same KV from the same tokens.  That takes the same weights, used in the same way
 with overrides, dtypes, rotary tables, draft model; and the same meaning of bytes in a block.  A
 digest of all that is the *namespace*.
 
-Weights count by what proves them (:mod:`pdconn.vllm.identity.weights`).  Where nothing does, the
-namespace is random: rows are the engine's own, and nobody finds them after it.
+Weights are identified by proofs (:mod:`pdconn.vllm.identity.weights`).  Without any the namespace
+is random: rows are for this boot of this engine alone.
 
 *Extras* are adapter, media and cache salt.  Each goes into the key of the first canonical block
-that it can change, and by the chain into all after it.  A prompt for which that cannot be told has
-no keys: it is neither saved nor loaded.  Names are not enough where content may change under them:
-an adapter is told by its files, and media by the digest that vLLM makes of their content.  A name
-that a client gave them is seen by its form, unless it has that of a digest, too.
+that it can change, and through the chain into all after it.  A prompt whose extras are not known
+has no keys: it is neither saved nor loaded.  Names are not enough, since their content may change:
+an adapter is identified by its files, and media by vLLM's digest of their content.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _DEPENDS_ON_LENGTH = ('"longrope"', '"dynamic"', '"su"')
 
 
 _ELSEWHERE = ("_name_or_path", "transformers_version", "_commit_hash")
-"""What a configuration says of where it comes from, and not of the model."""
+"""Fields of a configuration about its origin, not about the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def namespace_of(
 
 
 def salted(namespace: str, salt: str) -> str:
-    """Another namespace for ``namespace``, after weights may have changed under an engine."""
+    """Another namespace in place of ``namespace``, when an engine's weights may have changed."""
     return _digest([namespace, salt])
 
 
@@ -121,7 +120,7 @@ def _code(model: Any) -> Any:
 
 
 def _foreign_code(model: Any) -> list[str]:
-    """Code that may run and comes from another repository, as it is there at the moment."""
+    """Code from another repository that may run, in whatever version is there now."""
     named = model.hf_config.to_dict().get("auto_map", {})
     foreign = [where for where in map(str, named.values()) if "--" in where]
     if not model.trust_remote_code or is_commit(model.code_revision):
@@ -130,7 +129,7 @@ def _foreign_code(model: Any) -> list[str]:
 
 
 def _media(config: Any, plain: _Plain) -> Any:
-    """What changes the embeddings of media, and is not in the digests that vLLM makes of them."""
+    """What changes the embeddings of media, and is not in vLLM's digests of their content."""
     names = (
         "mm_processor_kwargs", "video_pruning_rate", "video_pruning_method",
         "mm_device_do_normalize", "mm_encoder_attn_dtype",
@@ -144,21 +143,21 @@ def _media(config: Any, plain: _Plain) -> Any:
 
 
 class _Plain:
-    """Values as JSON holds them, the same for equal configurations and for no others.
-
-    Lists stay lists; mappings, sets, records, enumerations, bytes and dtypes become objects of one
-    key, their kind, so that values of two kinds are never written alike.  Objects of other types
-    are not written, but listed: their text may equal another's, or differ in each process.
+    """Makes JSON values of configurations, equal ones for equal configurations and for no others.
 
     Attributes:
-        others: where such objects were met, and of which type.
+        others: places and types of objects that cannot be written: the text of one may equal
+            another's, or differ in each process.
     """
+
+    # Lists stay lists.  Mappings, sets, records, enumerations, bytes and dtypes become objects of
+    # one key, their kind, so that values of two kinds are never written alike.
 
     def __init__(self) -> None:
         self.others: list[str] = []
 
     def of(self, value: Any, where: str) -> Any:
-        """``value``, which is at ``where``."""
+        """``value`` as JSON; ``where`` names its place in errors."""
         if isinstance(value, dict):
             kept = {key: each for key, each in value.items() if key not in _ELSEWHERE}
             if all(isinstance(key, str) for key in kept):
@@ -189,13 +188,14 @@ class _Plain:
 
 
 _DIGEST = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
-"""What vLLM's hashers make, after the name of an adapter that changes embeddings."""
+"""The form of vLLM's digests, after the name of an adapter that changes embeddings.  A client may
+name media as well: such a name is refused by its form, unless it looks like a digest."""
 
 
 def extras_of(request: Any, block_tokens: int) -> list[bytes] | None:
     """What block i's key depends on besides tokens, at i; None if the prompt has no keys.
 
-    ``request`` is vLLM's ``Request``.  May read files, so not on the engine's thread.
+    ``request`` is vLLM's ``Request``.  May read files, so it is not called on the engine's thread.
     """
     if not has_keys(request):
         return None

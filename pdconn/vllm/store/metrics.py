@@ -1,4 +1,4 @@
-"""Metrics of the store: counts of ranks and of the scheduler's part, and bytes of the budget.
+"""Metrics of the store: counts by ranks and by the scheduler's part, and bytes of the budget.
 
 Ranks count rows once for each rank that reads or writes a share of them; the scheduler's part
 counts prompts and rows once.  ``pdconn.vllm.stats`` registers them.
@@ -59,7 +59,7 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
         "Shares of rows that could not be written, per rank.",
     ),
 }
-"""By the name that they are counted under: the metric and its meaning."""
+"""By name of the count: the metric and its help text."""
 
 STORE_GAUGES: dict[str, tuple[str, str]] = {
     "store_capacity_bytes": (
@@ -73,4 +73,4 @@ STORE_GAUGES: dict[str, tuple[str, str]] = {
         "Bytes that engines have reserved for rows to write.",
     ),
 }
-"""By the name in the budget's usage: the metric and its meaning."""
+"""By name in the budget's usage: the metric and its help text."""

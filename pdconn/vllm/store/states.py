@@ -10,17 +10,10 @@ one of a prompt goes to the end, and the layer exports the state at the last mul
 
 So the block at a boundary's place holds its state if a pass ends there, or has ended there just
 before, and vLLM offers others with their boundary (``boundary_state_offloads``).  Any other
-block may hold a state of other tokens, and is taken for a hole.
+block may hold a state of other tokens, and is treated as a hole.
 
-One offer is wrong.  A pass that begins within a block, behind a hit within it, and ends beyond
-leaves the state that it began with in that block, and exports its own to a later one.  vLLM
-offers the first as if it were the state at its block's end, and is not believed.
-
-A pass ends also where prompts part, as vLLM's own cache or the store has seen it: there the
+A pass also ends where prompts part, as vLLM's own cache or the store has seen it: there the
 second prompt of several leaves a state for the third.
-
-Passes with drafts end at tokens that may be rejected, so behind the prompt of an engine that
-speculates every block is taken for a hole.
 """
 
 from __future__ import annotations
@@ -82,7 +75,7 @@ class StateGroups:
     def keep(
         self, ids: list[list[int]], passed: range, offers: Sequence[Offer], prompt_tokens: int
     ) -> None:
-        """Make holes of all blocks of ``ids`` that do not hold the state at their end for certain.
+        """Keep blocks of ``ids`` that certainly hold the state at their end; the rest become holes.
 
         Args:
             ids: the request's blocks by group, changed in place.
@@ -91,6 +84,9 @@ class StateGroups:
             prompt_tokens: the prompt's.
         """
         for group in self.groups:
+            # A pass that begins within a block, behind a hit within it, and ends behind the block
+            # leaves the state that it began with in that block, and exports its own to a later one.
+            # vLLM offers the former as if it were the state at the block's end: it is ignored.
             table = ids[group.place]
             ends = [(end, None) for end in (passed.start, passed.stop)]
             begun = -(-passed.start // group.block_tokens) * group.block_tokens
@@ -100,6 +96,8 @@ class StateGroups:
                 for number, block, end in offers
                 if number == group.number and end != wrong
             ]
+            # Passes with drafts end at tokens that may be rejected: behind the prompt of an engine
+            # that speculates there are only holes.
             most = prompt_tokens if group.speculates else None
             ids[group.place] = _kept(table, group.block_tokens, [*ends, *mine], most)
 

@@ -1,11 +1,11 @@
 """The scheduler's part of a store in vLLM's terms: requests, blocks that are pinned, resets.
 
-Blocks of which rows are being saved are pinned by references of our own in the engine's block
-pool until every rank has read them, since vLLM frees window blocks while a request runs, and
-all blocks when it ends.  A reset of the prefix cache, after which weights may be others, unpins
-them at once and gives later rows another namespace; what was being saved is not committed.
+Blocks whose rows are being saved are pinned by references of our own in the engine's block pool
+until every rank has read them, since vLLM frees window blocks while a request runs, and all blocks
+when it ends.  A reset of the prefix cache, which may come with new weights, unpins them at once and
+gives later rows another namespace; what was being saved is not committed.
 
-What to load and what to save is decided without vLLM (:mod:`pdconn.store.engine.scheduler`).
+:mod:`pdconn.store.engine.scheduler` decides what to load and what to save, without vLLM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PINNED_SHARE = 4
-"""At most one block of so many is pinned for saves; rows beyond that are not saved."""
+"""At most this fraction of the blocks is pinned for saves; rows beyond that are not saved."""
 
 
 class SavePins:
@@ -55,7 +55,7 @@ class SavePins:
 
     Attributes:
         pool: vLLM's block pool.
-        num_blocks: that are pinned; one that several saves pin counts for each.
+        num_blocks: blocks pinned; one that several saves pin counts for each.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class SavePins:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many blocks are pinned that no further rows are saved."""
+        """Whether no further rows are saved, since too many blocks are pinned."""
         return bool(self.num_blocks * _PINNED_SHARE > self.pool.num_gpu_blocks)
 
     def pin_blocks(self, number: int, ids: Sequence[int]) -> None:
@@ -78,14 +78,14 @@ class SavePins:
         self.num_blocks += len(blocks)
 
     def unpin_blocks(self, number: int) -> None:
-        """The ranks have read them; a second call has no effect."""
+        """Unpin the blocks of save ``number``, which the ranks have read.  Idempotent."""
         blocks = self._pinned.pop(number, None)
         if blocks is not None:
             self.num_blocks -= len(blocks)
             unpin_blocks(self.pool, blocks)
 
     def unpin_all(self) -> None:
-        """Nothing is read any more."""
+        """Unpin the blocks of all saves."""
         for number in list(self._pinned):
             self.unpin_blocks(number)
 
@@ -95,7 +95,7 @@ class _KnownRequest:
     """A request of the engine whose rows have keys.
 
     Attributes:
-        is_mixed: it was computed with weights of before and of after a change.
+        is_mixed: whether it was computed with weights from before and from after a change.
         partial: blocks of which a pull wrote only the end.
     """
 
@@ -131,12 +131,12 @@ class Storing(SchedulerPart):
         self._gauges: dict[str, int] = {}
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, to pin blocks in, and see when it is reset."""
+        """Take vLLM's block pool, to pin blocks in it, and watch for resets."""
         self._pins.pool = block_pool
         watch_resets(block_pool, before=self.drop_rows, after=self._note_reset)
 
     def set_xfer_handshake_metadata(self, greeting: Greeting, splits: Splits) -> None:
-        """Every worker is registered: rows can be described now."""
+        """Open the store, now that every worker's memory is known."""
         ranks = [rank.references for rank in greeting.welcome.ranks]
         self.open_store(ranks, greeting.content, splits)
 
@@ -174,13 +174,13 @@ class Storing(SchedulerPart):
             namespace=self._namespace,
             writer=self._writer,
             clock=time.monotonic,
-            told=None if self._events is None else self._events.told,
+            note_rows=None if self._events is None else self._events.told,
         )
 
     # A request
 
     def on_new_request(self, request: Any) -> None:
-        """A request entered the engine."""
+        """Add a request that entered the engine."""
         if self._store is None or not has_keys(request):
             return
         self._requests[request.request_id] = _KnownRequest(request)
@@ -194,16 +194,14 @@ class Storing(SchedulerPart):
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
-        """What is fetched and verified of the prompt, or could be.
-
-        Where the prompt parts from those saved, a pass is to end, for its state to be saved.
-        """
+        """Tokens of the prompt that are fetched and verified, or None to ask again."""
         if self._store is None:
             return None
         name = request.request_id
         found = self._store.get_num_new_matched_tokens(
             name, request.num_tokens, num_computed_tokens
         )
+        # A pass has to end where the prompt parts from those saved, for its state to be saved.
         if self._states and found is not None:
             end_pass_at(request, self._store.junction_of(name))
         return None if found == 0 else (found, bool(found))
@@ -216,7 +214,7 @@ class Storing(SchedulerPart):
         *,
         is_promised: bool,
     ) -> None:
-        """The request has blocks: load what was promised, or drop what was fetched."""
+        """Load what was promised into the request's blocks, or drop what was fetched."""
         if self._store is None:
             return
         name, count = request.request_id, num_external_tokens if is_promised else 0
@@ -224,23 +222,23 @@ class Storing(SchedulerPart):
         if self._store.update_state_after_alloc(name, described, count):
             if self._events is not None:
                 self._events.serving(request, self._store.rows_loaded(name))
-        elif count:  # what was promised is gone by now, and vLLM waits for it
+        elif count:  # what was promised is gone, and vLLM waits for it
             self._store.loads.fail_load(name)
 
     def is_load_optional(self, request_id: str) -> bool:
-        """Whether it loads what the request waits for; the request is computed if that fails."""
+        """Whether the request waits for a load, without which it can be computed."""
         return self._store is not None and self._store.loads.is_loading(request_id)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Rows come from a disk."""
+        """Rows count as hits on a disk."""
         if self.is_load_optional(request.request_id):
             return {CacheHitSource.DISK: num_external_tokens}
         return {}
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
-        """A step is scheduled: rows that it completes are saved, and rows are loaded."""
+        """Save the rows that this step completes, and load rows."""
         metadata.store = self._commands_of(scheduler_output)
 
     def _commands_of(self, output: Any) -> list[StoreCommand]:
@@ -265,7 +263,7 @@ class Storing(SchedulerPart):
         return self._store.take_commands()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Ranks have saved, fetched, loaded; pulls have written in part what may not be saved."""
+        """Apply what ranks have saved, fetched and loaded, and blocks that pulls wrote in part."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, PdWorkerReport):
             self.note_results(report.store)
@@ -275,23 +273,23 @@ class Storing(SchedulerPart):
             self.end_load(request_id)
 
     def note_results(self, results: Sequence[StoreResult]) -> None:
-        """Ranks have answered."""
+        """Apply results of ranks, and unpin the blocks that all have read."""
         if self._store is not None:
             for number in self._store.note_results(results):
                 self._pins.unpin_blocks(number)
 
     def end_load(self, request_id: str) -> None:
-        """All ranks reported the request received, or failed."""
+        """Note that all ranks reported the request received, or failed."""
         if self._store is not None:
             self._store.loads.end_load(request_id)
 
     def skip_blocks(self, request_id: str, blocks: PartialBlocks) -> None:
-        """A pull wrote only the end of these blocks, which are not saved."""
+        """Do not save these blocks, of which a pull wrote only the end."""
         if request_id in self._requests:
             self._requests[request_id].partial = blocks
 
     def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
-        """The request left the engine."""
+        """Drop a request that left the engine."""
         known = self._requests.pop(request.request_id, None)
         if known is not None and self._store is not None:
             self._store.request_finished(request.request_id)
@@ -299,23 +297,21 @@ class Storing(SchedulerPart):
     # Resets and weights
 
     def drop_rows(self) -> None:
-        """The prefix cache is being reset: rows of before are neither saved nor loaded."""
+        """Neither save nor load rows from before: the prefix cache is being reset."""
         self._pins.unpin_all()
         if self._store is not None:
             self._store.clear_rows(salted(self._namespace, secrets.token_hex(8)))
 
     def _note_reset(self, is_reset: bool) -> None:
         if self._events is not None:
-            self._events.cleared(engine_told=is_reset)
+            self._events.cleared(engine_announces=is_reset)
 
     def weights_changed(self) -> None:
-        """The engine's weights may be others from now on: so are the rows of what it computes.
-
-        Requests that have begun are of both, and are not saved.  What the engine's own prefix
-        cache keeps of the old weights goes on to be of use to it, as its user asked: so these
-        rows, too, are for this boot alone.
-        """
+        """Use another namespace: the engine's weights may be others from now on."""
+        # It is a random one, for this boot alone: unless the engine's own prefix cache is reset as
+        # well, what it computes still depends on blocks of the old weights.
         self.drop_rows()
+        # Requests that have begun are computed with both weights, and are not saved.
         for known in self._requests.values():
             known.is_mixed = True
 
@@ -334,7 +330,7 @@ class Storing(SchedulerPart):
         return usage
 
     def take_events(self) -> list[Any]:
-        """Stored rows that are there, and that are gone, since the last call."""
+        """KV events of rows committed and rows gone, since the last call."""
         return [] if self._events is None else self._events.take()
 
     def shutdown(self) -> None:
@@ -343,7 +339,7 @@ class Storing(SchedulerPart):
             self._store.close()
 
     def _name(self, traits: dict[str, str], layout: StoreLayout) -> str:
-        """Of the namespace; a random one where nothing proves which weights these are."""
+        """The namespace; a random one where nothing proves which weights these are."""
         found = namespace_of(self._config, traits, layout, salt=secrets.token_hex(8))
         if found.doubt:
             log.warning(
@@ -366,10 +362,7 @@ class Storing(SchedulerPart):
         return tuple(list(group) for group in self._splits.described(ids))
 
     def _check_groups(self) -> None:
-        """Refuse groups whose blocks belong to one request, as scratch memory does.
-
-        States are refused where boundaries cannot be told.
-        """
+        """Refuse groups whose blocks belong to one request, and states without boundaries."""
         config = self._kv_cache_config
         others = set(config.transfer_group_ids) - set(config.prefix_cacheable_group_ids)
         if others:

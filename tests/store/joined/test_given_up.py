@@ -45,7 +45,7 @@ class Saving:
             settled=lambda row: None,
         )
         rows = [SaveRow(CHAIN.name(RowKind.FA, index), f"p{index}") for index in range(12)]
-        self.committer.add(SaveBatch("ns", rows))
+        self.committer.pending.add_batch(SaveBatch("ns", rows))
 
     def write(self, index: int) -> None:
         """What the rank does."""
@@ -56,7 +56,9 @@ class Saving:
         self.shelf.put_note("w", f"p{index}", 0, encode_note(sums))
 
     def step(self, now: float) -> list[int]:
-        return [row.name.index for row in self.committer.step(self.shelf, lambda: "ns", now)]
+        return [
+            row.name.index for row in self.committer.commit_written(self.shelf, lambda: "ns", now)
+        ]
 
 
 @pytest.mark.parametrize("says_so", [True, False], ids=["ours", "control"])
@@ -67,21 +69,21 @@ def test_rows_that_could_not_be_noted_hold_up_no_other(says_so: bool) -> None:
         saving.write(index)
     if says_so:
         for index in range(6):
-            saving.committer.not_saved(f"p{index}")
+            saving.committer.pending.part_not_saved(f"p{index}")
     assert saving.step(0.0) == (list(range(6, 12)) if says_so else [])
     assert saving.budget.released == (6 * row_nbytes(FA) if says_so else 0)
     assert saving.committer.take_failures() == (6 if says_so else 0)
     assert saving.step(NOTES_S + 1.0) == ([] if says_so else list(range(6, 12)))
-    assert len(saving.committer) == 0
-    assert saving.committer._not_saved == set()
+    assert len(saving.committer.pending.rows) == 0
+    assert saving.committer.pending._not_saved == set()
 
 
 def test_what_is_said_of_rows_that_are_settled_is_forgotten() -> None:
     saving = Saving()
     saving.write(0)
     assert saving.step(0.0) == [0]
-    saving.committer.not_saved("p0")
-    assert saving.committer._not_saved == set()
+    saving.committer.pending.part_not_saved("p0")
+    assert saving.committer.pending._not_saved == set()
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["ours", "control"])
@@ -101,7 +103,7 @@ def test_a_part_that_a_late_rank_makes_anew_is_discarded(
     assert [part.part for part in saving.shelf.parts()] == ([] if again else ["p3"])
     saving.step(2 * 3600.0)
     saving.step(3 * 3600.0)
-    assert (saving.committer._given_up == {}) == again, "not for ever"
+    assert (saving.committer._given_up._parts == {}) == again, "not for ever"
 
 
 def test_a_row_that_was_added_just_now_is_not_late_with_those_before_it() -> None:
@@ -109,9 +111,9 @@ def test_a_row_that_was_added_just_now_is_not_late_with_those_before_it() -> Non
     saving = Saving()
     saving.step(0.0)
     late = SaveRow(OTHER.name(RowKind.FA, 0), "late")
-    saving.committer.add(SaveBatch("ns", [late]))
+    saving.committer.pending.add_batch(SaveBatch("ns", [late]))
     saving.step(NOTES_S - 1.0)
     saving.step(NOTES_S + 1.0)
-    assert len(saving.committer) == 1
+    assert len(saving.committer.pending.rows) == 1
     saving.step(2 * NOTES_S + 1.0)
-    assert len(saving.committer) == 0
+    assert len(saving.committer.pending.rows) == 0

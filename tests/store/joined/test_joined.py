@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pdconn.store.engine.saves import Save
 from pdconn.store.format.row import RowKind
 from pdconn.store.settings import StoreSettings
 from registration.references import AttentionKind
@@ -121,6 +123,77 @@ def test_a_row_that_is_gone_is_a_miss_and_a_shorter_hit_is_taken() -> None:
         _lose(rows, lambda name: name.kind is RowKind.FA and name.index == 2)
         outcome = store.run(tokens)
         assert (outcome.loaded, outcome.wrong) == (128, 0)
+
+
+FULL, WINDOW = RowKind.FA, RowKind.WA
+
+
+@pytest.mark.parametrize("reader", ["the engine that saved the window", "another engine"])
+@pytest.mark.parametrize(
+    ("lost", "loaded"),
+    [(None, 192), (FULL, 128), (WINDOW, 128)],
+    ids=["control: neither is lost", "full attention is lost", "the window is lost"],
+)
+def test_a_window_behind_another_engines_full_attention_is_loaded_with_it_or_not_at_all(
+    reader: str, lost: RowKind | None, loaded: int
+) -> None:
+    """One engine saves FA rows, another one a window at the block where its own prompt parts."""
+    rows, model, first = MemoryRows(), Model(window=150), prompt(2, 448)
+    with engine(rows, model, Shape(), "first", window_every="last") as store:
+        store.run(first)
+        store.settle()
+    full, window = (_row(rows, kind, 2) for kind in (FULL, WINDOW))
+    assert (full is not None, window) == (True, None)
+    with engine(rows, model, Shape(tp=2), "second", window_every="last") as second:
+        assert second.run(first[:192] + prompt(4, 150)).loaded == 0
+        second.settle()
+        assert _row(rows, FULL, 2) is full, "it is still the first engine's"
+        assert _row(rows, WINDOW, 2) is not None
+        _lose(rows, lambda name: name.index == 2 and name.kind is lost)
+        with engine(rows, model, Shape(), "third", window_every="last") as third:
+            store = second if reader == "the engine that saved the window" else third
+            outcome = store.run(first[:192] + prompt(5, 150))
+            assert (outcome.loaded, outcome.wrong) == (loaded, 0)
+            store.settle()
+            again = store.run(first[:192] + prompt(6, 150))  # what was lost is saved anew
+            assert (again.loaded, again.wrong) == (192, 0)
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "control: kept"])
+def test_a_window_committed_after_its_full_attention_was_evicted_is_not_loaded_alone(
+    is_lost: bool,
+) -> None:
+    """The engine knows the other one's row from its look-up, and does not save it itself."""
+    rows, model, first = MemoryRows(), Model(window=150), prompt(2, 448)
+    with engine(rows, model, Shape(), "first", window_every="last") as store:
+        store.run(first)
+        store.settle()
+    assert [_row(rows, kind, 2) is not None for kind in (FULL, WINDOW)] == [True, False]
+    with engine(rows, model, Shape(), "second", window_every="last") as store:
+        save_pass = store.store.save_pass
+
+        def save_later(*args: Any) -> Save | None:
+            if is_lost:
+                _lose(rows, lambda name: name.kind is FULL and name.index == 2)
+            return save_pass(*args)
+
+        store.store.save_pass = save_later  # type: ignore[method-assign]
+        store.run(first[:192] + prompt(4, 150))
+        store.settle()
+        store.store.save_pass = save_pass  # type: ignore[method-assign]
+        kept = [_row(rows, kind, 2) is not None for kind in (FULL, WINDOW)]
+        assert kept == [not is_lost, True]
+        outcome = store.run(first[:192] + prompt(5, 150))
+        assert (outcome.loaded, outcome.wrong) == (128 if is_lost else 192, 0)
+
+
+def _row(rows: MemoryRows, kind: RowKind, index: int) -> object | None:
+    """The row of a block that the prompts of a test share; there is one at most."""
+    found = [
+        row for (_, name), row in rows.rows.items() if (name.kind, name.index) == (kind, index)
+    ]
+    assert len(found) <= 1
+    return found[0] if found else None
 
 
 def test_damaged_bytes_are_never_loaded() -> None:

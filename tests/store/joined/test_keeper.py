@@ -112,7 +112,7 @@ def test_an_engine_that_takes_no_step_is_owed_a_few_reports_whatever_goes() -> N
         loop._report()
     assert len(loop._outbox.items) == 16
     seen: list[RowName] = []
-    keeper._told = lambda new, gone: seen.extend(gone)
+    keeper._note_rows = lambda new, gone: seen.extend(gone)
     for _ in range(100):
         keeper.take_reports()
         loop._report()

@@ -61,11 +61,11 @@ def test_a_row_gathered_after_a_reset_is_not_committed_before_it(
     )
     chain = prompt(1, 3)
     rows = tuple(SaveRow(chain.name(RowKind.FA, index), f"p{index}") for index in range(2))
-    committer.add(SaveBatch("before", rows))
+    committer.pending.add_batch(SaveBatch("before", rows))
     now: Callable[[], str] = lambda: budget.namespace  # noqa: E731
     with MemoryShelf(MemoryRows()) as shelf:
         write(shelf, 0, b"good")
-        done = committer.step(shelf, now if asks == "each row" else lambda: "before", 0.0)
+        done = committer.commit_written(shelf, now if asks == "each row" else lambda: "before", 0.0)
         assert [row.name.index for row in done] == committed
         assert {row.namespace for row in done} == {"before"}
         assert not list(shelf.parts())

@@ -1,11 +1,11 @@
-"""A bucket of an S3-compatible object store: what is done by boto3.  Small objects.
+"""A bucket of an S3-compatible object store, through boto3.
 
-Large ones are moved by NIXL (``pdconn.store.shelf.obj.data``), which cannot put an object only
-where there is none, tell a missing object from a failure, or remove one.  Credentials are what
-boto3 finds (environment, ``~/.aws``, role of the machine) and nothing of the settings.
+NIXL moves the large objects (``pdconn.store.shelf.obj.data``).  It cannot create an object only
+where there is none, tell a missing object from a failure, or remove one: boto3 does that.  boto3
+finds the credentials (environment, ``~/.aws``, role of the machine); no setting has any.
 
-After a failure of the network no call is tried for a few seconds: it fails at once, so that
-look-ups do not queue behind a server that is down.
+After a failure of the network calls fail at once for a few seconds, so that look-ups do not queue
+behind a server that is down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transport.errors import TransportError
 _CONNECT_S, _ANSWER_S = 2, 4
 _PAUSE_S = 5.0
 _THREADS = "8"
-"""Connections of one thread's agent: its large ranges are read side by side."""
+"""Connections of one thread's agent, on which it reads large ranges side by side."""
 _GONE = (404,)
 _THERE = (409, 412)
 
@@ -98,7 +98,7 @@ class Bucket:
         return self._is_found("look for", key, "head_object", Key=self._full(key))
 
     def read(self, key: str, most_nbytes: int) -> bytes | None:
-        """The bytes of a small object, one more than ``most_nbytes`` at most; None without one."""
+        """At most ``most_nbytes + 1`` bytes of an object; None if there is none."""
         with self._failures("read", key):
             try:
                 answer = self._client.get_object(Bucket=self.place.bucket, Key=self._full(key))
@@ -112,7 +112,7 @@ class Bucket:
         raise AssertionError
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Make an object; False where there is one already (which may be ours, of a first try)."""
+        """Make an object; False if there is one already (maybe ours, of an earlier try)."""
         with self._failures("make", key):
             try:
                 self._client.put_object(
@@ -148,13 +148,13 @@ class Bucket:
             )
             with answer["Body"] as body:
                 data: bytes = body.read(len(into) + 1)
-        if len(data) != len(into):  # of this object alone: the bucket is not taken for broken
-            said = f"{wanted}: expected {len(into)} bytes, got {len(data)}"
-            raise ShelfFailure(f"cannot read {self.place}{key}: {said}")
+        if len(data) != len(into):  # an error of this object: the breaker stays closed
+            seen = f"{wanted}: expected {len(into)} bytes, got {len(data)}"
+            raise ShelfFailure(f"cannot read {self.place}{key}: {seen}")
         into[:] = data
 
     def remove(self, key: str) -> None:
-        """Remove an object, also where there is none."""
+        """Remove an object.  Idempotent."""
         with self._failures("remove", key):
             self._client.delete_object(Bucket=self.place.bucket, Key=self._full(key))
 
@@ -173,10 +173,7 @@ class Bucket:
 
     @contextmanager
     def moved_by_nixl(self, action: Literal["make", "read"], key: str) -> Iterator[None]:
-        """Around a transfer of objects that NIXL makes: refused as a call of ours would be.
-
-        NIXL does not tell why a transfer failed, so a read, whose object may be missing, is no
-        sign of a server that is down.
+        """Guards a transfer of objects by NIXL with the breaker, as all calls of boto3 are.
 
         Raises:
             ShelfFailure: the last call failed a moment ago, or the transfer fails.
@@ -186,12 +183,13 @@ class Bucket:
             yield
             self._breaker.succeeded()
         except TransportError as error:
+            # NIXL does not say why: a read may fail for a missing object while the server answers.
             if action == "make":
                 self._failed()
             raise ShelfFailure(f"{where}: {error}") from error
 
     def _tries(self, action: str, key: str) -> str:
-        """What is tried now.
+        """The beginning of a call's error message.
 
         Raises:
             ShelfFailure: the last call failed, and it is too early for another.
@@ -215,7 +213,7 @@ class Bucket:
         except ClientError as error:
             if _status(error) >= 500:
                 self._failed()
-            else:  # it answers
+            else:  # the server answers
                 self._breaker.succeeded()
             raise ShelfFailure(f"{where}: {_code(error)}") from error
         except (BotoCoreError, HTTPError, OSError, ValueError) as error:
@@ -223,13 +221,11 @@ class Bucket:
             raise ShelfFailure(f"{where}: {type(error).__name__}: {error}") from error
 
     def _failed(self) -> None:
-        """The network or the server failed: no call for a few seconds."""
+        """Open the breaker: the network or the server failed."""
         self._breaker.failed(time.monotonic())
 
     def nixl_options(self) -> dict[str, str]:
-        """Parameters of NIXL's back end, with the credentials as they are now.
-
-        No call of the bucket: it neither waits for the server nor shows that it answers.
+        """Parameters of NIXL's back end, with the present credentials.  Calls no server.
 
         Raises:
             ShelfFailure: there are no credentials now.

@@ -1,8 +1,8 @@
-"""Large objects of a bucket: through NIXL's OBJ back end, or by boto3 where that does not load.
+"""Large objects of a bucket, through NIXL's OBJ back end, or boto3 where that does not load.
 
 The plugin of ``nixl-cu13`` 1.5.1 needs a library of NVIDIA's cuObject, which no wheel has, and
 ``nixl-cu13`` is what torch's wheels for CUDA 13 ask for.  A store must not depend on that: boto3
-moves the same bytes, with one copy more and no requests side by side.
+moves the same bytes, with one copy more and one request at a time.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ class Boto3Objects:
         self._bucket = bucket
 
     def put(self, key: str, pieces: Sequence[memoryview]) -> None:
-        """See :meth:`Bucket.put`."""
+        """Make or replace an object of all pieces."""
         self._bucket.put(key, pieces)
 
     def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
-        """See :meth:`Bucket.read_into`."""
+        """Fill each buffer from its offset in an object."""
         for key, offset, into in reads:
             if into:  # a range of no bytes cannot be asked for
                 self._bucket.read_into(key, offset, into)
 
     def close(self) -> None:
-        """Nothing is held: the client is the bucket's."""
+        """Does nothing: the client belongs to the bucket."""
 
 
 class BucketData:
-    """One thread's way to the large objects of a bucket; NIXL is loaded at the first.
+    """The large objects of a bucket, for one thread.
 
-    Temporary credentials change: the agent is made anew then.
+    NIXL is loaded at the first transfer, and its agent is made anew when credentials have changed,
+    as temporary ones do.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -80,7 +81,7 @@ class BucketData:
         self._opened().get(reads)
 
     def close(self) -> None:
-        """Let the agent go."""
+        """Close the agent."""
         if self._objects is not None:
             self._objects.close()
             self._objects = None
@@ -98,7 +99,7 @@ class BucketData:
         try:
             return _BucketObjects(NixlObjects(name, options, _TRANSFER_S), self._bucket)
         except TransportUnavailable as error:
-            _say_once(str(error))
+            _warn_once(str(error))
             return Boto3Objects(self._bucket)
         except TransportError as error:
             raise ShelfFailure(f"cannot reach {self._bucket.place}: {error}") from error
@@ -125,5 +126,5 @@ class _BucketObjects:
 
 
 @functools.cache
-def _say_once(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     _log.warning("pdconn: store: objects are moved by boto3, not by NIXL: %s", reason)

@@ -89,7 +89,7 @@ def encode_index(index: RowIndex) -> bytes:
     """The bytes of an index.
 
     Raises:
-        ShelfFailure: it is none: ranges of the row are missing, twice there, or too many.
+        ShelfFailure: ranges of the row are missing, twice there, or too many.
     """
     problem = _problem(index)
     if problem is not None:
@@ -101,10 +101,10 @@ def encode_index(index: RowIndex) -> bytes:
 
 
 def decode_index(data: bytes) -> RowIndex:
-    """The index of bytes from a bucket.
+    """The index in bytes that were read from a bucket.
 
     Raises:
-        RowDamaged: they are none.
+        RowDamaged: they are no index.
     """
     if data[: len(_MAGIC)] != _MAGIC:
         raise RowDamaged(f"index: expected {_MAGIC!r} first, got {data[: len(_MAGIC)]!r}")

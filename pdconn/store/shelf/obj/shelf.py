@@ -11,8 +11,9 @@
     remove   the index, the objects, then the entry            a reader finds a row or none
 
 So each root accounts for what it wrote, and a bucket holds at most the capacities of its roots.
-An entry is a sparse file as long as the row: listing, use and accounts are those of files.  What
-a process leaves that is killed is found by its part, see :mod:`pdconn.store.shelf.obj.parts`.
+An entry is a sparse file as long as the row: listing, use and accounts are those of files.  The
+objects of a process that was killed are found by the records beside its parts
+(:mod:`pdconn.store.shelf.obj.parts`).
 """
 
 from __future__ import annotations
@@ -20,29 +21,49 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.format.row import RowName
 from pdconn.store.shelf.base import Buffer
-from pdconn.store.shelf.folders import failure, regular
+from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.folders import failure, object_of, regular
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.data import BucketData
 from pdconn.store.shelf.obj.index import (
     MOST_NBYTES,
+    MOST_OBJECTS,
+    Extent,
+    Inline,
     PieceFinder,
     RowIndex,
+    data_key,
     decode_index,
     encode_index,
 )
-from pdconn.store.shelf.obj.parts import INLINE_NBYTES, ObjParts, RowEntry, put_entry, read_entry
+from pdconn.store.shelf.obj.parts import (
+    ENTRY_NBYTES,
+    INTENT,
+    CommitRecord,
+    RowEntry,
+    WriteRecord,
+    put_entry,
+    put_record,
+    read_commit,
+    read_entry,
+    read_write,
+)
 from pdconn.store.shelf.open import keep_place
 
 log = logging.getLogger(__name__)
 
+INLINE_NBYTES = 32 << 10
+"""Writes of so many bytes at most go into the index, as footers do."""
 
-class ObjShelf(ObjParts):
-    """Rows in ``place``, with entries below ``root``; see :class:`pdconn.store.shelf.base.Shelf`.
+
+class ObjShelf(FilesShelf):
+    """Rows in ``place``, with entries below ``root``.
 
     Args:
         inline_nbytes: writes of so many bytes at most are kept in the index.
@@ -58,18 +79,18 @@ class ObjShelf(ObjParts):
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
         self._place = place
-        self._bucket = open_bucket(place)  # before the root says that its rows are there
+        self._bucket = open_bucket(place)  # before the root names it
         super().__init__(root, direct_io=False)
         self._data = BucketData(self._bucket)
         self._inline_nbytes = inline_nbytes
 
     def _open_root(self) -> None:
-        """As of files, and whose bucket its rows are in is kept beside them."""
+        """As of files; the bucket that holds its rows is named beside them."""
         keep_place(self._root, self._place)
         super()._open_root()
 
     def close(self) -> None:
-        """Let NIXL's agent go."""
+        """Close NIXL's agent."""
         self._data.close()
         super().close()
 
@@ -79,7 +100,7 @@ class ObjShelf(ObjParts):
         """Whether the row has an entry here, or an index in the bucket.
 
         Raises:
-            ShelfFailure: it cannot be told.
+            ShelfFailure: the bucket does not answer.
         """
         return super().has(namespace, name) or self._bucket.exists(self._key(namespace, name))
 
@@ -87,7 +108,7 @@ class ObjShelf(ObjParts):
         """Fill each buffer from its offset in the row.
 
         Raises:
-            RowMissing, RowDamaged, ShelfFailure: see :class:`pdconn.store.shelf.base.Shelf`.
+            RowMissing, RowDamaged, ShelfFailure: as the interface says.
         """
         key = self._key(namespace, name)
         index = self._read_index(key)
@@ -175,19 +196,64 @@ class ObjShelf(ObjParts):
             self._bucket.remove(data)
 
     def _raise_if_gone(self, key: str, index: RowIndex, objects: Sequence[str]) -> None:
-        """Raises RowMissing if objects of a row are gone.
-
-        An index whose objects are gone, and which is still there, is of no use to anybody, and
-        would keep the row from being saved again: it is removed.
-        """
+        """Raises RowMissing if objects of a row are gone."""
         if all(self._bucket.exists(one) for one in objects):
             return
+        # An index without its objects keeps the row from being saved again.
         with contextlib.suppress(ShelfFailure):
             if self._index_or_none(key) == index:
                 self._bucket.remove(key)
         raise RowMissing(f"{key}: its objects are gone")
 
     # Parts
+
+    def begin(self, writer: str, part: str, nbytes: int) -> None:
+        """Make a part, unless it is there; it takes no room on this machine.
+
+        Raises:
+            ShelfFailure: it cannot be made, or is smaller than a page.
+        """
+        if nbytes < ENTRY_NBYTES:
+            raise ShelfFailure(f"{part}: expected a row of {ENTRY_NBYTES} bytes, got {nbytes}")
+        super().begin(writer, part, nbytes)
+
+    def _reserve(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Write all ranges into one object, any number of processes at a time.
+
+        Raises:
+            ShelfFailure: no such part, no room in it, or the object is not made.
+        """
+        path = self._folders.part(writer, part)
+        room = self._room_of(writer, path)
+        for offset, buffer in ranges:
+            if offset + len(buffer) > room:
+                raise ShelfFailure(
+                    f"{path}: expected ranges within {room} bytes, got {offset} + {len(buffer)}"
+                )
+        filled = [(offset, buffer) for offset, buffer in ranges if len(buffer)]
+        if not filled:
+            return
+        places = tuple((offset, len(buffer)) for offset, buffer in filled)
+        name = secrets.token_hex(8)
+        if sum(nbytes for _, nbytes in places) <= self._inline_nbytes:
+            data = b"".join(bytes(buffer) for _, buffer in filled)
+            put_record(path, name, WriteRecord(places, data))
+            return
+        put_record(path, name, WriteRecord(places))
+        self._data.put(data_key(writer, part, name), [buffer for _, buffer in filled])
+
+    def _room_of(self, writer: str, path: str) -> int:
+        try:
+            opened = self._opened_part(writer, path)
+            if opened is None:
+                raise ShelfFailure(f"{path}: no such part")
+            os.close(opened[0])
+        except OSError as error:
+            raise failure("look at", path, error) from error
+        return opened[1]
 
     def commit(self, writer: str, part: str, namespace: str, name: RowName) -> bool:
         """Give the part its name; False if there is such a row already.  The part is gone after.
@@ -207,7 +273,7 @@ class ObjShelf(ObjParts):
             entry = RowEntry(writer, part, index.objects)
             data = encode_index(index)
             put_entry(path, entry)
-            self._intend(path, namespace, name)
+            put_record(path, INTENT, CommitRecord(namespace, name.kind, name.file_name))
             is_new = self._put_index(self._key(namespace, name), data, index)
             if is_new:
                 self._enter(path, folder, f"{folder}/{name.file_name}", made, entry)
@@ -221,6 +287,34 @@ class ObjShelf(ObjParts):
             log.warning("pdconn: store: a committed part was not cleared: %s: %s", path, error)
         return is_new
 
+    def _objects_of(self, writer: str, part: str) -> dict[str, str]:
+        """Records of a part: their files by the names of their objects."""
+        try:
+            files = [(object_of(one.name), one.path) for one in self._files_of(writer, part)]
+        except OSError as error:
+            raise failure("list", self._folders.part(writer, part), error) from error
+        return {name: path for name, path in files if name is not None and name != INTENT}
+
+    def _index_of(self, writer: str, part: str, nbytes: int) -> RowIndex:
+        """The index of what was written of a part, unchecked."""
+        objects: list[str] = []
+        extents: list[Extent] = []
+        inline: list[Inline] = []
+        for name, path in sorted(self._objects_of(writer, part).items()):
+            record = read_write(path)
+            at = 0
+            for offset, size in record.ranges:
+                if record.data is None:
+                    extents.append(Extent(offset, size, len(objects), at))
+                else:
+                    inline.append(Inline(offset, record.data[at : at + size]))
+                at += size
+            if record.data is None:
+                objects.append(name)
+        if len(objects) > MOST_OBJECTS:
+            raise ShelfFailure(f"{part}: expected {MOST_OBJECTS} writes at most")
+        return RowIndex(writer, part, nbytes, tuple(objects), tuple(extents), tuple(inline))
+
     def _put_index(self, key: str, data: bytes, index: RowIndex) -> bool:
         """Whether the index is ours now: a call that was repeated finds its own."""
         return self._bucket.put_new(key, data) or self._index_or_none(key) == index
@@ -228,7 +322,7 @@ class ObjShelf(ObjParts):
     def _enter(
         self, path: str, folder: str, final: str, made: os.stat_result, entry: RowEntry
     ) -> None:
-        """Enter a row that is in the bucket; an entry of a row that is not there any more goes."""
+        """Enter a row that is in the bucket, in place of an entry whose row is gone."""
         if not self._link(path, folder, final, made):
             stale = read_entry(final)
             if stale is not None and stale != entry:
@@ -250,7 +344,7 @@ class ObjShelf(ObjParts):
 
     def _remove_objects(self, writer: str, part: str, path: str) -> None:
         objects = sorted(self._objects_of(writer, part))
-        intended = self._intended(path)
+        intended = read_commit(path)
         if intended is not None:
             entry = read_entry(path)
             row = self._row(*intended)
