@@ -1,7 +1,7 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
 #                 (its first run says what it downloads, and how large that is)
-#   make test     every law, with real vLLM too (about 18 minutes on two quiet cores)
+#   make test     every law, with real vLLM too (about 13 minutes on two quiet cores)
 #   make test-matrix   the rest: further layouts, topologies and faults, with real vLLM
 #   make fresh    the demo, and a minute of engine tests, in a new clone with nothing of this machine
 #   make check    format, lint, types, direction of imports
@@ -28,6 +28,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
+# Files compiled once are not compiled by each of hundreds of processes, whatever a machine sets.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv demo fresh test test-fast test-vllm test-matrix check check-next format property chaos fuzz soak bench multinode gpu gpu-kit clean
 
 help:
@@ -46,17 +49,20 @@ demo: venv
 
 test: test-fast test-vllm
 
-# Most of these wait for peers that are late on purpose, so three fit on two cores.  The tests
-# of UCX without NIXL have processes of their own: NIXL brings another UCX along.
+# Most of these wait for peers that are late on purpose, so four fit on two cores.  The tests
+# of UCX without NIXL have processes of their own: NIXL brings another UCX along.  Each test is
+# selected by one of these recipes: tests/project/structure/test_selection.py.
 test-fast: venv
-	$(BIN)/python -m pytest -m "not engine and not multinode and not ucx and not matrix and not compose" -n 3 --dist worksteal $(ARGS)
-	$(BIN)/python -m pytest -m ucx -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not (compose or engine or matrix or multinode or ucx)" -n 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "ucx and not (compose or multinode)" -n 2 --dist worksteal $(ARGS)
 
 test-vllm: venv
-	$(BIN)/python -m pytest -m "engine and not multinode and not matrix" $(ARGS)
+	$(BIN)/python -m pytest -m "engine and not (compose or matrix or multinode or ucx)" $(ARGS)
 
+# Engines fill two cores; of the others a file stays together, whose tests share what took long.
 test-matrix: venv
-	$(BIN)/python -m pytest -m "matrix and not multinode" $(ARGS)
+	$(BIN)/python -m pytest -m "matrix and not (compose or engine or multinode or ucx)" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "matrix and engine and not (compose or multinode or ucx)" $(ARGS)
 
 check: venv
 	$(BIN)/ruff check .
@@ -108,10 +114,10 @@ bench: venv
 
 .PHONY: compose
 compose: venv
-	$(BIN)/python -m pytest -m compose -s tests/project/docker/fleet $(ARGS)
+	$(BIN)/python -m pytest -m "compose and not multinode" -s tests/project/docker/fleet $(ARGS)
 
 multinode: venv
-	$(BIN)/python -m pytest tests/multinode $(ARGS)
+	$(BIN)/python -m pytest -m multinode tests/multinode $(ARGS)
 	$(BIN)/python -m tests.multinode.demo
 
 gpu: venv

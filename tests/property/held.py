@@ -168,16 +168,21 @@ class World:
         """Each block of a hit weighed by the best medium that holds it."""
         held = self.account[name]
         full = [(group, spec) for group, spec in self.counted(held) if spec.kind in FULL]
-        is_fine = self.is_fine(name)
-        return sum(self._weight(held, full, block, is_fine) for block in range(blocks))
+        is_fine, kept = self.is_fine(name), {(group, medium) for group, medium, _ in held.blocks}
+        return sum(self._weight(held, kept, full, block, is_fine) for block in range(blocks))
 
     def _weight(
-        self, held: Held, full: list[tuple[int, GroupSpec]], block: int, is_fine: bool
+        self,
+        held: Held,
+        kept: set[tuple[int | None, str]],
+        full: list[tuple[int, GroupSpec]],
+        block: int,
+        is_fine: bool,
     ) -> float:
         found: list[float] = []
         sizes = dict(full) if full else dict(self.counted(held))
         groups: set[int | None] = {group for group, _ in full} or set(range(8))
-        for group, medium, _ in held.blocks:
+        for group, medium in kept:
             if group not in groups and group is not None:
                 continue
             specs = sizes.values() if group is None and full else [sizes.get(group)]  # type: ignore[arg-type]

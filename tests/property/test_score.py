@@ -1,6 +1,6 @@
 """A hit is the largest length that every group can serve: against asking every length.
 
-1000 worlds by default, as many as ``PDCONN_EXAMPLES`` says if that is more.
+400 worlds by default, as many as ``PDCONN_EXAMPLES`` says if that is more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_
 from tests.property.held import MEDIA, NEAR, WEIGHTS, World, draw
 from tests.property.scale import at_least
 
-NUM_WORLDS = at_least(1000)
+NUM_WORLDS = at_least(400)
 PARTS = 10
 
 

@@ -28,9 +28,11 @@ ASCII = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 PLACES = {
     "pdconn": {"LC_ALL": "POSIX"},
-    "pd conn": {"HOME": "/nonexistent", "LC_ALL": "C.UTF-8"},
-    "π": {"LC_ALL": "C.UTF-8", "http_proxy": "http://127.0.0.1:9", "TMPDIR": "{folder}"},
-}
+    "pd conn π": {
+        "HOME": "/nonexistent", "LC_ALL": "C.UTF-8", "http_proxy": "http://127.0.0.1:9",
+        "TMPDIR": "{folder}",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.matrix
@@ -44,8 +46,6 @@ def test_a_checkout_may_have_any_name_and_its_user_any_locale(tmp_path: Path, na
         folder,
         more,
         *LOOKED_AT,
-        "-n",
-        "2",
         "-m",
         "not (engine or multinode or ucx or matrix or compose)",
     )

@@ -54,13 +54,13 @@ async def test_good_clients_are_served_beside_200_slow_and_200_silent_ones(
     """At most 64 MiB above idle, no engine marked down.  ``-s`` shows the figures."""
     async with engines() as (prefill, decode):
         with proxy_process(prefill, decode, tmp_path, files) as proxy:
-            alone = await good_clients(proxy.url, 4, 2.0)
+            alone = await good_clients(proxy.url, 4, 0.5)
             idle_nbytes, most_nbytes, most_files = proxy.nbytes, 0, 0
             hostile = ((silent, 100), (half_head, 100), (slow_head, 100), (slow_body, 100))
             for pause_s in PAUSES_S:
                 async with crowd(proxy.port, *hostile, pause_s=pause_s) as made:
                     await until(lambda: made[0] >= 400)
-                    serving = asyncio.create_task(good_clients(proxy.url, 4, 8.0))
+                    serving = asyncio.create_task(good_clients(proxy.url, 4, 4.0))
                     while not serving.done():
                         await asyncio.sleep(0.1)
                         most_nbytes = max(most_nbytes, proxy.nbytes)
@@ -97,11 +97,11 @@ async def test_handshakes_that_never_end_leave_good_clients_their_places(tmp_pat
     async with engines() as pair:
         with proxy_process(*pair, tmp_path, 64, *options) as proxy:
             url = f"https://127.0.0.1:{proxy.port}"
-            assert not (await good_clients(url, 2, 1.0, tls)).failed
+            assert not (await good_clients(url, 2, 0.2, tls)).failed
             for pause_s in PAUSES_S:
                 async with crowd(proxy.port, (half_hello, 100), pause_s=pause_s) as made:
                     await until(lambda: made[0] >= 100)
-                    served = await good_clients(url, 2, 8.0, tls)
+                    served = await good_clients(url, 2, 4.0, tls)
                     most_files = proxy.num_files
                 if is_good(served):
                     break

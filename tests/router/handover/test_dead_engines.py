@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
+from dataclasses import replace
 from functools import partial
 
 import aiohttp
@@ -16,7 +17,9 @@ from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, CHUNKS, error, reset
 
-deployment = partial(deployed, limits=Limits(first_backoff_s=0.05))
+# Where decode stays down its last tickets are waited for at each end.
+LIMITS = Limits(first_backoff_s=0.05, last_returns_s=0.2)
+deployment = partial(deployed, limits=LIMITS)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -141,8 +144,7 @@ async def test_a_ticket_that_is_not_taken_back_is_counted_and_left_to_its_lease(
 
 @in_loop
 async def test_tickets_on_their_way_back_are_bounded_in_number():
-    limits = Limits(first_backoff_s=0.05, most_ticket_returns=2)
-    async with deployment(limits=limits) as d:
+    async with deployment(limits=replace(LIMITS, most_ticket_returns=2)) as d:
         await d.decode[0].stop()
         d.prefill[0].admitting.clear()  # all five hold a ticket before one sees decode gone
         asking = asyncio.gather(*(d.complete() for _ in range(5)))
@@ -273,7 +275,7 @@ async def test_an_engine_that_is_busy_is_not_down():
 @in_loop
 async def test_the_only_engine_of_a_role_is_found_up_soon(others):
     """For up to 15 s after decode was up again each request was refused, and no engine was left."""
-    async with deployment(num_decode=1 + others, limits=Limits(first_backoff_s=0.05)) as d:
+    async with deployment(num_decode=1 + others) as d:
         gone = d.decode[0]
         await gone.stop()
         for _ in range(2):

@@ -128,7 +128,7 @@ def answering(status: int) -> Script:
 @in_loop
 async def test_a_request_that_ends_so_is_counted_so(end: RequestEnd) -> None:
     scene = ENDS[end]
-    limits = Limits(patience_s=0.1, first_backoff_s=60.0)
+    limits = Limits(patience_s=0.1, first_backoff_s=60.0, last_returns_s=0.2)
     left: object = None
     async with deployment(limits=limits, **getattr(scene, "options", {})) as d:
         left = await scene(d)
@@ -166,7 +166,7 @@ async def sent_as(reason: Direct) -> AsyncIterator[Deployment]:
             await f.ask([*PROMPT, *range(64)])
             yield f
         return
-    limits = Limits(first_backoff_s=60.0)
+    limits = Limits(first_backoff_s=60.0, last_returns_s=0.2)
     timeout_s = 0.05 if reason is Direct.NO_PREFILL_IN_TIME else None
     async with deployment(num_decode=2, limits=limits, prefill_timeout_s=timeout_s) as d:
         if reason is Direct.NO_TICKET:

@@ -59,7 +59,7 @@ async def test_an_answer_ends_ok_after_its_last_byte():
 @in_loop
 async def test_without_an_engine_it_ends_as_refused(role):
     """It stayed under way for ever: the page shows a fleet at work while all requests fail."""
-    async with deployment(require_prefill=True) as d:
+    async with deployment(require_prefill=True, limits=Limits(last_returns_s=0.2)) as d:
         await getattr(d, role)[0].stop()
         for number in range(1, 3):  # tried without success, then known to be down
             assert (await d.complete()).status == 503

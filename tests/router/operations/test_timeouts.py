@@ -15,7 +15,8 @@ from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, error, hang
 
-deployment = partial(deployed, limits=Limits(first_backoff_s=60.0, patience_s=0.1))
+LIMITS = Limits(first_backoff_s=60.0, patience_s=0.1, last_returns_s=0.2)
+deployment = partial(deployed, limits=LIMITS)
 
 
 # Retries

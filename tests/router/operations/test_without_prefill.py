@@ -17,7 +17,7 @@ from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, error, reset
 
-deployment = partial(deployed, limits=Limits(first_backoff_s=0.05))
+deployment = partial(deployed, limits=Limits(first_backoff_s=0.05, last_returns_s=0.2))
 
 
 async def health(d) -> tuple[int, str, int]:

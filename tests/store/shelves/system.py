@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,17 @@ def in_child(run: Callable[[], None]) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_small_process(run: Callable[[Path], None], folder: Path) -> None:
+    """Run a function of a module in an interpreter that imports its module alone.
+
+    A fork of that takes a millisecond, and one of a process that has vLLM and torch fifty.
+    """
+    words = f"import pathlib, sys; from {run.__module__} import {run.__name__} as run; "
+    command = [sys.executable, "-c", f"{words}run(pathlib.Path(sys.argv[1]))", str(folder)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
 
 
 def open_files() -> set[str]:

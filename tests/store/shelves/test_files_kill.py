@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pdconn.store.errors import StoreError
 from pdconn.store.shelf.files import FilesShelf
 from tests.store.shelves.plain_rows import row_name
 from tests.store.shelves.real_rows import ROW_NBYTES, discard_all, save_row, verify_all
-from tests.store.shelves.system import System, in_child, killed_at
+from tests.store.shelves.system import System, in_child, in_small_process, killed_at
 
 BEFORE, NAME = row_name(1), row_name(2)
 
@@ -54,13 +55,11 @@ def files_below(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("is_torn", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_a_save_that_is_killed_before_any_call_leaves_whole_rows_only(
-    tmp_path: Path, is_torn: bool
-) -> None:
+def leaves_whole_rows_only(folder: Path, *, is_torn: bool = False) -> None:
+    """Kill a save before each of its calls, and look at what it leaves."""
     seen = set()
     for number in range(1000):
-        root = tmp_path / str(number)
+        root = folder / str(number)
         save_row(FilesShelf(root), BEFORE, writer="other")
         status = killed_save(root, number, is_torn=is_torn)
         shelf = FilesShelf(root)
@@ -81,9 +80,26 @@ def test_a_save_that_is_killed_before_any_call_leaves_whole_rows_only(
     assert seen == {1, 2}
 
 
-def test_a_root_whose_making_is_killed_is_made_by_the_next(tmp_path: Path) -> None:
+def leaves_whole_rows_only_if_torn(folder: Path) -> None:
+    leaves_whole_rows_only(folder, is_torn=True)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        leaves_whole_rows_only,
+        pytest.param(leaves_whole_rows_only_if_torn, marks=pytest.mark.matrix),
+    ],
+    ids=lambda law: law.__name__,
+)
+def test_a_save_that_is_killed_before_any_call(law: Callable[[Path], None], tmp_path: Path) -> None:
+    in_small_process(law, tmp_path)
+
+
+def makes_what_was_killed(folder: Path) -> None:
+    """Kill the making of a root before each of its calls; the next one makes it."""
     for number in range(100):
-        root = tmp_path / str(number)
+        root = folder / str(number)
         status = in_child(lambda root=root, number=number: killed_opening(root, number))
         save_row(FilesShelf(root), BEFORE)
         assert BEFORE in verify_all(FilesShelf(root))
@@ -92,11 +108,15 @@ def test_a_root_whose_making_is_killed_is_made_by_the_next(tmp_path: Path) -> No
     assert not status
 
 
-def test_committing_before_the_footer_is_caught(tmp_path: Path) -> None:
-    """Negative control: the kill finds a shelf that shows rows too early."""
+def test_a_root_whose_making_is_killed_is_made_by_the_next(tmp_path: Path) -> None:
+    in_small_process(makes_what_was_killed, tmp_path)
+
+
+def catches_an_early_commit(folder: Path) -> None:
+    """Kill a save that commits before its footer."""
     caught = 0
     for number in range(30, 1000):
-        root = tmp_path / str(number)
+        root = folder / str(number)
         status = killed_save(root, number, is_early=True)
         shelf = FilesShelf(root)
         for row in shelf.rows():
@@ -108,3 +128,18 @@ def test_committing_before_the_footer_is_caught(tmp_path: Path) -> None:
         if not status:
             break
     assert caught
+
+
+def test_committing_before_the_footer_is_caught(tmp_path: Path) -> None:
+    """Negative control: the kill finds a shelf that shows rows too early."""
+    in_small_process(catches_an_early_commit, tmp_path)
+
+
+def test_a_law_that_fails_in_a_small_process_is_noticed(tmp_path: Path) -> None:
+    """Negative control."""
+    with pytest.raises(AssertionError, match="AssertionError"):
+        in_small_process(fails, tmp_path)
+
+
+def fails(folder: Path) -> None:
+    assert not folder.is_dir()

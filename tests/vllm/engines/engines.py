@@ -89,13 +89,22 @@ WIDE_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BHLNC-caching")
 lends to its decode engine."""
 
 
-def one_after_another() -> list[Prompt]:
-    """200 prompts from 1 token to the model's limit; the last ones share prefixes."""
+def one_after_another(every: int = 1) -> list[Prompt]:
+    """200 prompts from 1 token to the model's limit; the last ones share prefixes.
+
+    Args:
+        every: leave out all but so many, as in 1 of 3; those of ``EDGES`` are kept.
+    """
     longest = MAX_MODEL_LEN - MAX_TOKENS
     prompts = make_prompts(spread_lengths(160, longest, seed=3, edges=EDGES), seed=4)
     tails = make_prompts(spread_lengths(40, 300, seed=5, edges=(BLOCK,)), seed=6)
     grown = [(prompts[number] + tail)[:longest] for number, tail in enumerate(tails)]
-    return [*prompts, *grown]
+    kept = {edge + step for edge in EDGES for step in (-1, 0, 1)} | {1, longest}
+    return [
+        prompt
+        for number, prompt in enumerate((*prompts, *grown))
+        if number % every == 0 or len(prompt) in kept
+    ]
 
 
 def all_at_once() -> list[Prompt]:

@@ -23,7 +23,7 @@ from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.vllm.engines.engines import LEASE_S, MAX_TOKENS, Expected, PdPair, Prompt
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_SECONDS = 2.0
+_SECONDS = 1.0
 _ROUNDS = 3
 _TRIES = 4
 _LEAST_SHARE = 0.05

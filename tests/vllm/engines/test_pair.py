@@ -23,12 +23,14 @@ from tests.vllm.engines.engines import (
 )
 
 
-def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
+def test_prompts_one_after_another_through_a_proxy_that_knows_nothing(
     pair: PdPair, expected: Expected
 ) -> None:
-    """Prefill, then decode with ``kv_transfer_params`` passed on untouched."""
-    prompts = one_after_another()
-    assert len(prompts) == 200
+    """Prefill, then decode with ``kv_transfer_params`` passed on untouched.
+
+    All lengths about which blocks, windows and retention change; 200 in ``make test-matrix``.
+    """
+    prompts = one_after_another(1 if pair.configuration.matrix else 3)
     before = pair.decode.metrics()
     answers = {
         prompt: prefill_then_decode(pair.prefill, pair.decode, prompt, MAX_TOKENS)
@@ -41,7 +43,7 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
         return after.get(name, 0.0) - before.get(name, 0.0)
 
     pulled = change("pdconn:pulls_total")
-    assert pulled >= 150  # the rest were one token long or wholly cached
+    assert pulled >= 0.75 * len(prompts)  # the rest were one token long or wholly cached
     assert change("pdconn:pulls_verified_total") == (pulled if pair.verifies else 0)
     hits = change("pdconn:saved_by_hits_bytes_total")
     if not pair.configuration.prefix_caching:

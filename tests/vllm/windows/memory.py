@@ -7,11 +7,14 @@ there.  Importing this module imports vLLM (7 s).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import gcd
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pdconn.planning.plan import window_start
 from pdconn.vllm.blocks.partial import partial_blocks
@@ -22,8 +25,8 @@ from tests.fakes.simulated.sim_cache import GroupShape, SimCache
 ZERO = 0
 """The name of a row that was zeroed."""
 
-Row = tuple[int, int, int]
-"""Group, block, place in it."""
+UNWRITTEN = -1
+"""The name of a row that nothing was written to: no hash of Python's is -1."""
 
 
 @dataclass
@@ -40,6 +43,7 @@ class SimMemory:
 
     Attributes:
         their_block: tokens of the lender's blocks.
+        rows: of each group, the name of every row, by block and place in it.
         pulling: ids of requests that pull.
         allocations: pulls that got blocks.
         kept: tokens of hits that these did not pull.
@@ -47,7 +51,7 @@ class SimMemory:
 
     cache: SimCache
     their_block: int = 1 << 30
-    rows: dict[Row, int] = field(default_factory=dict)
+    rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
     pulling: set[str] = field(default_factory=set)
     allocations: int = 0
@@ -56,6 +60,8 @@ class SimMemory:
     def __post_init__(self) -> None:
         self.sizes = [group.block_tokens for group in self.cache.shape.groups]
         self.groups = [_reference(group) for group in self.cache.shape.groups]
+        num_blocks = self.cache.shape.num_blocks
+        self.rows = [np.full((num_blocks, size), UNWRITTEN) for size in self.sizes]
 
     # What the engine and the connector do
 
@@ -176,36 +182,50 @@ class SimMemory:
     def check_blocks(self, one: Running, until: int, blocks: Sequence[Sequence[int]]) -> None:
         """The same in other blocks, by group; 0 is a hole."""
         for group, reference in enumerate(self.groups):
-            for token in range(window_start(reference, until), until):
-                at, place = divmod(token, self.sizes[group])
-                block = blocks[group][at]
-                assert block, f"group {group}: a hole at token {token} of {until}"
-                found = self.rows.get((group, block, place))
-                assert found == one.names[token], f"group {group}: wrong at {token} of {until}"
+            start = window_start(reference, until)
+            at, place = np.divmod(np.arange(start, until), self.sizes[group])
+            held = np.array(blocks[group], dtype=np.int64)[at]
+            found = np.where(held, self.rows[group][held, place], UNWRITTEN)
+            wrong = np.flatnonzero(found != np.array(one.names[start:until], dtype=np.int64))
+            if len(wrong):
+                token = start + int(wrong[0])
+                assert held[wrong[0]], f"group {group}: a hole at token {token} of {until}"
+                raise AssertionError(f"group {group}: wrong at {token} of {until}")
 
     def _zero(self, one: Running, group: int, held: int, pulled: range) -> None:
         """A pull zeroes what it leaves of the blocks that lack tokens, which nobody else reads."""
         size = self.sizes[group]
         blocks = self.cache.manager.get_blocks(one.request.request_id).blocks[group]
-        for token in range(held, len(blocks) * size):
-            block = blocks[token // size]
-            if block.is_null or token in pulled:
+        for begin, end in _per_block(range(held, len(blocks) * size), size):
+            block = blocks[begin // size]
+            left = [token % size for token in range(begin, end) if token not in pulled]
+            if block.is_null or not left:
                 continue
             assert block.block_hash is None, f"group {group}: a pull zeroes what others read"
-            self.rows[group, block.block_id, token % size] = ZERO
+            self.rows[group][block.block_id, left] = ZERO
 
     def _write(self, one: Running, group: int, tokens: range, *, is_pull: bool) -> None:
         """Write rows; a pull needs a block for each, which nobody else reads."""
         blocks = self.cache.manager.get_blocks(one.request.request_id).blocks[group]
-        for token in tokens:
-            at, place = divmod(token, self.sizes[group])
-            block = blocks[at]
+        size = self.sizes[group]
+        for begin, end in _per_block(tokens, size):
+            block = blocks[begin // size]
             if block.is_null:
-                assert not is_pull, f"group {group}: token {token} has no block to be pulled to"
+                assert not is_pull, f"group {group}: token {begin} has no block to be pulled to"
                 continue
             is_shared = is_pull and block.block_hash is not None
             assert not is_shared, f"group {group}: a pull writes to a block that others read"
-            self.rows[group, block.block_id, place] = one.names[token]
+            place = begin % size
+            self.rows[group][block.block_id, place : place + end - begin] = one.names[begin:end]
+
+
+def _per_block(tokens: range, size: int) -> Iterator[tuple[int, int]]:
+    """The tokens of each block: from where, and where they end."""
+    begin = tokens.start
+    while begin < tokens.stop:
+        end = min(tokens.stop, begin // size * size + size)
+        yield begin, end
+        begin = end
 
 
 def names_of(tokens: Sequence[int]) -> list[int]:

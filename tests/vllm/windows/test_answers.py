@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import Running, SimMemory
 
-NUM_CONVERSATIONS = at_least(80)
+NUM_CONVERSATIONS = at_least(40)
 GPT_OSS = (GroupShape(16), GroupShape(16, 128))
 
 

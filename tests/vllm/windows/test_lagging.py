@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import SimMemory
 
-NUM_ALLOCATIONS = at_least(10_000)
+NUM_ALLOCATIONS = at_least(4_000)
 PARTS = 5
 PER_MEMORY = 12
 

@@ -35,7 +35,7 @@ from tests.vllm.engines.engines import cache_beside
 BLOCK = 32
 NUM_BLOCKS = 100
 LONGEST = 700
-NUM_REQUESTS = 120
+NUM_REQUESTS = 80
 END = (-1).to_bytes(8, "big", signed=True)
 ALGORITHMS = ("sha256", "sha256_cbor")
 
