@@ -5,10 +5,6 @@
     vLLM's scheduler ─► our scheduler's half ─► steps ─► our workers ─► ScriptedPuller
          ▲                                                                 │ as the law draws
          └────────────── reports, joined by vLLM's aggregator ◄────────────┘
-
-What blocks hold is known token by token: a step that runs writes what it computes, a read that
-settles writes what its ticket is for.  A request that is computed must find its own tokens before
-those of the step.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
 from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.scripted_puller import ScriptedPull, ScriptedPuller
+from tests.vllm.patches.known_tokens import KnownTokens, Pass, blocks_of
 from tests.vllm.patches.vllm_scheduler import (
     BLOCK_TOKENS,
     Engine,
@@ -36,16 +33,14 @@ from tests.vllm.patches.vllm_scheduler import (
 RANKS = 2
 LENDER = "lender-boot"
 
-Token = tuple[object, int]
-"""What is computed at a place of a prompt: prompts that begin alike have the same there."""
-
 
 @dataclass(slots=True)
 class Asked:
     """A request, and what came of it.
 
     Attributes:
-        is_of_prompt: its ticket is for this prompt, or for a prefix of it.
+        is_prefix: its ticket is for a prefix.
+        is_wrong: its ticket is none.
         has_failed: its pull was reported as failed.
         ends: reasons for its end; one in the end.
     """
@@ -58,16 +53,6 @@ class Asked:
     is_aborted: bool = False
     has_failed: bool = False
     ends: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What a step in flight computes: request, its blocks, the tokens before, and its own."""
-
-    name: str
-    blocks: tuple[int, ...]
-    done: int
-    tokens: range
 
 
 class Decoding:
@@ -86,9 +71,7 @@ class Decoding:
         self.scheduler = self.engine.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.asked: dict[str, Asked] = {}
-        self.requests: dict[str, Any] = {}
-        self.held: list[dict[tuple[int, int], Token]] = [{} for _ in range(RANKS)]
-        self.passes: list[list[Pass]] = []
+        self.memory = KnownTokens(RANKS)
         self.pullers: list[ScriptedPuller] = []
         self.workers: list[Any] = []
         for rank in range(RANKS):
@@ -100,6 +83,11 @@ class Decoding:
         self._aggregator = KVOutputAggregator(RANKS)
         self._tickets: dict[str, int] = {}
         self._children = 0
+
+    @property
+    def passes(self) -> list[list[Pass]]:
+        """Steps in flight."""
+        return self.memory.passes
 
     # Requests
 
@@ -125,7 +113,7 @@ class Decoding:
     def arrive(self, name: str, first: int, num_tokens: int, **asked: Any) -> None:
         """A request comes; ``asked`` are further fields of :class:`Asked`."""
         one = self.asked[name] = Asked(name, first, **{"params": None, **asked})
-        request = self.requests[name] = self._request(name, first, num_tokens, one.params)
+        request = self._request(name, first, num_tokens, one.params)
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
@@ -139,22 +127,13 @@ class Decoding:
         """One step more is in flight."""
         self.engine.schedule()
         step = self.engine.in_flight[-1]
-        begins = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        cached = step.scheduled_cached_reqs
-        begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self.passes.append(
-            [
-                Pass(name, self.blocks(name), begins[name], range(begins[name], begins[name] + n))
-                for name, n in step.num_scheduled_tokens.items()
-            ]
-        )
+        self.memory.begin_step(self.scheduler, step)
         for worker in self.workers:
             worker.apply(step.kv_connector_metadata)
 
     def process(self) -> None:
         """The oldest step runs, and every rank reports."""
-        for one in self.passes.pop(0):
-            self._compute(one)
+        self.memory.end_step()
         outputs: list[Any] = []
         for worker in self.workers:
             worker.after_pass()
@@ -174,29 +153,11 @@ class Decoding:
 
     def blocks(self, name: str) -> tuple[int, ...]:
         """Blocks that a request has now, by their place."""
-        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-        return tuple(ids)
+        return blocks_of(self.scheduler, name)
 
     def close(self) -> None:
         """End what it has of threads."""
         self.engine.close()
-
-    # What blocks hold
-
-    def token(self, name: str, at: int) -> Token:
-        """What a request has at a place; prompts that begin alike share it, answers equal ones."""
-        first, length = self.asked[name].first, self.requests[name].num_prompt_tokens
-        return (first if at < length else (first, length), at)
-
-    def _compute(self, one: Pass) -> None:
-        """A step computes; it attends to the tokens before."""
-        for held in self.held:
-            for at in range(one.done):
-                seen = held.get(_place(one.blocks, at))
-                expected = self.token(one.name, at)
-                assert seen == expected, f"{one.name} attends to {seen}, expected {expected}"
-            for at in one.tokens:
-                held[_place(one.blocks, at)] = self.token(one.name, at)
 
     def _write(self, rank: int, pull: ScriptedPull) -> None:
         """A read has brought what its ticket is for."""
@@ -205,11 +166,7 @@ class Decoding:
         first = self._tickets[pull.claim.ticket.request_id]
         for at in tokens:
             block = blocks.ids[at // BLOCK_TOKENS - blocks.first]
-            self.held[rank][block, at % BLOCK_TOKENS] = (first, at)
-
-
-def _place(blocks: tuple[int, ...], at: int) -> tuple[int, int]:
-    return blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS
+            self.memory.write(rank, (block, at % BLOCK_TOKENS), (first, at))
 
 
 _CONFIGS: dict[str, Any] = {}
