@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pdconn.lifecycle.load import (
@@ -29,6 +27,7 @@ from pdconn.lifecycle.load import (
     LoadState,
     StoreLoad,
 )
+from tests.property.machines import holds, notices
 
 ROWS = ("a", "b", "c")
 HELD, BOUNDARY, RANKS = 16, 64, 2
@@ -275,12 +274,9 @@ class LoadMachine(RuleBasedStateMachine):
         assert not self.world.is_taken, "room that is nobody's"
 
 
-RUNS = settings(max_examples=100, stateful_step_count=16, deadline=None)
-UNTIL_ONE_FAILS = settings(RUNS, max_examples=1000, derandomize=True, phases=[Phase.generate])
-
-
+@pytest.mark.hypothesis
 def test_a_load_brings_what_was_promised_and_verified_and_leaves_nothing() -> None:
-    run_state_machine_as_test(LoadMachine, settings=RUNS)
+    holds(LoadMachine, examples=100, steps=16)
 
 
 @pytest.mark.parametrize("broken", [FreesWhileRead, OffersDamaged, TakesAnything, ForgetsItsRoom])
@@ -290,8 +286,7 @@ def test_those_laws_notice_a_machine_that_breaks_them(broken: type[StoreLoad[str
             super().__init__()
             self.load = broken()
 
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(BrokenMachine, settings=UNTIL_ONE_FAILS)
+    notices(BrokenMachine, examples=1000, steps=16)
 
 
 def test_every_state_is_reached_and_ends() -> None:

@@ -1,0 +1,192 @@
+"""A rank's puller that does as a test says: what it is asked, and what it reports of each pull.
+
+::
+
+    Pulling ─► PdWorker ── post ──► ScriptedPuller ── reports, as the test says ──► PdWorker
+
+It keeps the promises that :class:`~pdconn.puller.thread.Puller` keeps to an engine, and insists on
+what that one relies on; ``tests/puller/test_scripted.py`` gives both the same commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdconn.planning.plan import Moved, Need
+from pdconn.puller.commands import (
+    AbandonPull,
+    CancelPull,
+    ClaimOutcome,
+    ClaimTicket,
+    Command,
+    CompareAnew,
+    FailedPull,
+    FailPull,
+    PullRecord,
+    ReadBlocks,
+    Released,
+    Report,
+)
+from pdconn.puller.thread import NO_RESULTS, PullResults
+from transport.streams import StreamPoint
+
+
+@dataclass(slots=True)
+class ScriptedPull:
+    """One pull of this rank.
+
+    Attributes:
+        need: what is to be read; None while there are no blocks.
+        is_granted: whether the lender has granted the claim.
+        failed: why it will fail; it is reported once nothing writes any more, or as quarantined.
+        is_cancelled: the engine has given it up.
+    """
+
+    claim: ClaimTicket
+    need: Need | None = None
+    is_granted: bool = False
+    failed: str | None = None
+    is_cancelled: bool = False
+
+    @property
+    def request(self) -> str:
+        """The request that it is for."""
+        return self.claim.request
+
+
+class ScriptedPuller:
+    """Pulls of one rank.
+
+    Args:
+        rank: which.
+        write: what a read writes, once it has settled.
+
+    Attributes:
+        pulls: that have not ended, by request.
+        writing: reads of pulls that were reported as quarantined.
+        asked: every command, in order.
+    """
+
+    def __init__(self, rank: int, write: Callable[[ScriptedPull], None]) -> None:
+        self._rank, self._write = rank, write
+        self.pulls: dict[str, ScriptedPull] = {}
+        self.writing: list[ScriptedPull] = []
+        self.asked: list[Command] = []
+        self._reports: list[Report] = []
+
+    # What a worker calls
+
+    def post(self, command: Command, after: StreamPoint | None = None) -> None:
+        """As the puller's own, and at once."""
+        self.asked.append(command)
+        match command:
+            case ClaimTicket(request=request):
+                assert request not in self.pulls, f"{request} claims, and its claim has not ended"
+                self.pulls[request] = ScriptedPull(command)
+            case ReadBlocks(request=request, need=need):
+                pull = self.pulls.get(request)
+                assert pull is not None, f"{request} reads, and has claimed nothing"
+                assert pull.need is None, f"{request} reads twice"
+                is_early = pull.claim.is_awaited and not pull.is_granted
+                assert not is_early, f"{request} reads, and its claim was not granted here"
+                pull.need = need
+                if pull.failed is not None:  # the claim was refused, or lost, before
+                    self._fail(pull, pull.failed)
+            case FailPull(request=request, reason=reason):
+                assert request not in self.pulls, f"{request} fails, and its claim has not ended"
+                self._reports.append(FailedPull(request, reason))
+            case CancelPull(request=request):
+                self._cancel(request)
+            case AbandonPull(request=request):
+                pull = self.pulls.get(request)
+                if pull is not None and pull.need is not None:
+                    self.leave_behind(request, "it took too long")
+            case CompareAnew():
+                pass
+
+    def collect(self) -> PullResults:
+        """What has happened since the last call."""
+        if not self._reports:
+            return NO_RESULTS
+        reports, self._reports = self._reports, []
+        return PullResults.of(reports)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing comes by itself."""
+
+    def take_counts(self) -> dict[str, int]:
+        """Nothing is counted."""
+        return {}
+
+    # What a test calls
+
+    def grant(self, request: str) -> None:
+        """The lender grants the claim."""
+        pull = self.pulls[request]
+        if not pull.is_granted and pull.failed is None:
+            pull.is_granted = True
+            self._tell(pull)
+
+    def lose(self, request: str, why: str = "the lender is gone") -> None:
+        """The claim is refused, or lost; what was read by then does not count."""
+        pull = self.pulls[request]
+        if pull.need is not None:
+            self._fail(pull, pull.failed or why)
+        elif pull.failed is None:
+            pull.failed = why
+            self._tell(pull, why)
+
+    def receive(self, request: str) -> None:
+        """The read settles, in time; one that was given up fails for that."""
+        pull = self.pulls[request]
+        assert pull.need is not None
+        self._write(pull)
+        if pull.failed is not None:
+            self._fail(pull, pull.failed)
+            return
+        del self.pulls[request]
+        self._reports.append(_record(request))
+
+    def leave_behind(self, request: str, why: str = "the read hangs") -> None:
+        """The pull is reported as failed, and its read can still write."""
+        pull = self.pulls.pop(request)
+        assert pull.need is not None
+        self.writing.append(pull)
+        self._reports.append(FailedPull(request, pull.failed or why, quarantined=True))
+
+    def settle(self, number: int) -> None:
+        """A read that hung has settled: it has written, and writes no more."""
+        pull = self.writing.pop(number)
+        self._write(pull)
+        self._reports.append(Released(pull.request))
+
+    def forget_all(self) -> None:
+        """The engine has slept: no pull is known any more, and nothing is reported of any."""
+        assert not self.writing
+        self.pulls.clear()
+        self._reports.clear()
+
+    def _cancel(self, request: str) -> None:
+        pull = self.pulls.get(request)
+        if pull is None:
+            return
+        assert not pull.is_cancelled, f"{request} is given up twice"
+        pull.is_cancelled = True
+        if pull.need is None:
+            del self.pulls[request]
+        else:
+            pull.failed = pull.failed or "cancelled"
+
+    def _fail(self, pull: ScriptedPull, why: str) -> None:
+        del self.pulls[pull.request]
+        self._reports.append(FailedPull(pull.request, why))
+
+    def _tell(self, pull: ScriptedPull, problem: str | None = None) -> None:
+        if pull.claim.is_awaited and pull.need is None:
+            outcome = ClaimOutcome(pull.request, pull.claim.pull, self._rank, problem)
+            self._reports.append(outcome)
+
+
+def _record(request: str) -> PullRecord:
+    return PullRecord(request, Moved(), 0, *(0.0,) * 7)
