@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.integrity.memory import OnDevice
-from pdconn.planning.gaps import Gaps
+from pdconn.planning.runs import Gaps
 from transport import Memory
 
 I64 = NDArray[np.int64]

@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdconn.planning.errors import Incompatible, PlanningError, TooManyRuns
-from pdconn.planning.gaps import Gaps, gaps_at, sub_block_gaps
 from pdconn.planning.runs import (
     FEW_RUNS,
     AlikeTemplates,
+    Gaps,
     Located,
     Pairs,
     alike,
     few_spans,
+    gaps_at,
     many_spans,
+    sub_block_gaps,
 )
 from pdconn.planning.template import Template, build_templates, match_pieces
 from pdconn.protocol.ticket import BlockList

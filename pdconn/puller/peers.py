@@ -28,8 +28,8 @@ from pdconn.integrity.reader import Checks
 from pdconn.lifecycle.peer import TRANSITIONS, PeerState
 from pdconn.lifecycle.pull import Pull
 from pdconn.planning.errors import Incompatible, PlanningError
-from pdconn.planning.gaps import NO_GAPS, Gaps
 from pdconn.planning.plan import Pairing, Plan
+from pdconn.planning.runs import NO_GAPS, Gaps
 from pdconn.protocol.compat import trait_differences, traits_digest
 from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (

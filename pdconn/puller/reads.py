@@ -28,7 +28,7 @@ from typing import Any
 from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.reader import Expected
 from pdconn.integrity.zeros import fill_with_zeros
-from pdconn.planning.gaps import NO_GAPS, Gaps
+from pdconn.planning.runs import NO_GAPS, Gaps
 from pdconn.protocol.proof import PieceSum
 from pdconn.puller.read_queue import ChunkSizer, PeerReadQueue, ReadChunk
 from pdconn.sidechannel.clock import steady

@@ -117,7 +117,7 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Every group that takes part in transfers, which vLLM does not zero then.
 
-        Pulls and loads zero what they leave of the blocks (:mod:`pdconn.planning.gaps`).
+        Pulls and loads zero what they leave of the blocks (:mod:`pdconn.planning.runs`).
         """
         return tuple(self._kv_cache_config.transfer_group_ids)
 

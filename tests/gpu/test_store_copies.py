@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdconn.integrity.zeros import fill_with_zeros
-from pdconn.planning.gaps import Gaps
+from pdconn.planning.runs import Gaps
 from pdconn.store.rank.copies import TorchCopies
 from tests.gpu.bytes_on import BytesOn
 from transport import Device, Spans

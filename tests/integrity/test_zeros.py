@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pdconn.integrity.zeros import fill_tensor, fill_with_zeros
-from pdconn.planning.gaps import NO_GAPS, Gaps
+from pdconn.planning.runs import NO_GAPS, Gaps
 from transport import HOST
 
 NBYTES = 6000

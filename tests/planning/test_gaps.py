@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdconn.planning.gaps import NO_GAPS, Gaps
 from pdconn.planning.plan import Need
+from pdconn.planning.runs import NO_GAPS, Gaps
 from tests.property.cases import Case, cases
 from tests.property.oracle import expected_gaps
 from tests.property.scale import drawn

@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdconn.planning.gaps import Gaps
 from pdconn.planning.plan import Need
+from pdconn.planning.runs import Gaps
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.prompt import rows_needed
 from pdconn.store.format.row import (

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pdconn.planning.gaps import NO_GAPS
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.runs import NO_GAPS
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ReadBlocks
 from registration.references import AttentionKind

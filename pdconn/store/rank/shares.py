@@ -39,8 +39,8 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.planning.gaps import Gaps
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.runs import Gaps
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import OpenStore
 from pdconn.store.errors import FormatError, RowDamaged
