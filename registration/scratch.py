@@ -25,8 +25,15 @@ class Scratch:
 
     @classmethod
     def on(cls, device: Device) -> Scratch:
-        """A new page on ``device``, aligned to a page, as memory is pinned by whole pages."""
+        """A new page on ``device``, aligned to a page, as memory is pinned by whole pages.
+
+        Raises:
+            MemoryError: a GPU that has none to spare.
+        """
         where = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
-        tensor = torch.zeros(2 * PAGE_NBYTES, dtype=torch.uint8, device=where)
+        try:
+            tensor = torch.zeros(2 * PAGE_NBYTES, dtype=torch.uint8, device=where)
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
         base = -(-tensor.data_ptr() // PAGE_NBYTES) * PAGE_NBYTES
         return cls(tensor, Memory(base, PAGE_NBYTES, device))

@@ -42,8 +42,11 @@ Pure: time is an argument, effects are returned.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
 
 RENEWALS_PER_TTL = 3
 """A renewal is sent after a third of the time-to-live, so two may be lost."""
@@ -398,3 +401,66 @@ class Pull:
         if entered is not None:
             self.state = entered
         return entered
+
+
+class TickedPull(Protocol):
+    """Whatever has the machine of a pull, by the name ``pull``; ``alarm``: when it is ticked."""
+
+    pull: str
+    machine: Pull
+    alarm: float | None
+
+
+P = TypeVar("P", bound=TickedPull)
+
+
+class PullAlarms(Generic[P]):
+    """When the machines of ``entries``, by pull, must be ticked.
+
+    One alarm of an entry counts, and it may be too early: what was put off is set anew when it is
+    the next to ring, which costs less than to find it in the heap before.
+    """
+
+    def __init__(self, entries: Mapping[str, P]) -> None:
+        self._entries = entries
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set_alarm(self, entry: P) -> None:
+        """Tick the entry at its machine's deadline, or sooner."""
+        deadline = entry.machine.next_deadline()
+        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
+            heapq.heappush(self._heap, (deadline, entry.pull))
+            entry.alarm = deadline
+
+    def first_alarm(self) -> float | None:
+        """When the next machine must be ticked, not sooner; None when only events can matter."""
+        entry = self._next()
+        return None if entry is None else entry.alarm
+
+    def take_due(self, now: float) -> list[P]:
+        """Take the entries to tick at ``now``; their alarms are over."""
+        due = []
+        while (entry := self._next()) is not None and self._heap[0][0] <= now:
+            heapq.heappop(self._heap)
+            entry.alarm = None
+            due.append(entry)
+        return due
+
+    def _next(self) -> P | None:
+        """The entry whose alarm rings first, after what would ring for nothing is dropped."""
+        while self._heap:
+            at, pull = self._heap[0]
+            entry = self._entries.get(pull)
+            if entry is None or entry.alarm != at:
+                heapq.heappop(self._heap)
+                continue
+            deadline = entry.machine.next_deadline()
+            if deadline is not None and deadline <= at:
+                return entry
+            heapq.heappop(self._heap)
+            entry.alarm = None
+            self.set_alarm(entry)
+        return None

@@ -2,7 +2,7 @@
 
 ::
 
-    Pulling ── a step's metadata ──► PdWorker ── Puller.post ──► Pulls.apply
+    Pulling ── a step's metadata ──► PdWorker ── Puller.post ──► Pulls.apply_command
             ◄── get_transfer_results ── Puller.collect ◄── Pulls.reports
 """
 

@@ -16,16 +16,23 @@ handling those (:meth:`Pulls._drain`).
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
-from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState, ToLender
+from pdconn.lifecycle.pull import (
+    ENDED,
+    Effect,
+    Patience,
+    Pull,
+    PullAlarms,
+    PullState,
+    ToLender,
+)
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import NO_GAPS, Moved, Need, Plan
 from pdconn.protocol import messages
@@ -80,7 +87,7 @@ class Measured:
     post_s: float = 0.0
     transfer_s: float = 0.0
 
-    def add(self, stats: ReadStats) -> None:
+    def add_read(self, stats: ReadStats) -> None:
         """One of the reads settled."""
         self.num_descriptors += stats.num_descriptors
         self.post_s = max(self.post_s, stats.post_s)
@@ -195,65 +202,13 @@ class RequestPull(PeerPull):
         return self.machine.verified(problem, now)
 
 
-class PullAlarms:
-    """When the machines of ``entries``, by pull, must be ticked.
-
-    One alarm of an entry counts, and it may be too early: what was put off is set anew when it is
-    the next to ring, which costs less than to find it in the heap before.
-    """
-
-    def __init__(self, entries: Mapping[str, PeerPull]) -> None:
-        self._entries = entries
-        self._heap: list[tuple[float, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def set(self, entry: PeerPull) -> None:
-        """Tick the entry at its machine's deadline, or sooner."""
-        deadline = entry.machine.next_deadline()
-        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
-            heapq.heappush(self._heap, (deadline, entry.pull))
-            entry.alarm = deadline
-
-    def first(self) -> float | None:
-        """When the next machine must be ticked, not sooner; None when only events can matter."""
-        entry = self._next()
-        return None if entry is None else entry.alarm
-
-    def due(self, now: float) -> list[PeerPull]:
-        """Take the entries to tick at ``now``; their alarms are over."""
-        due = []
-        while (entry := self._next()) is not None and self._heap[0][0] <= now:
-            heapq.heappop(self._heap)
-            entry.alarm = None
-            due.append(entry)
-        return due
-
-    def _next(self) -> PeerPull | None:
-        """The entry whose alarm rings first, after what would ring for nothing is dropped."""
-        while self._heap:
-            at, pull = self._heap[0]
-            entry = self._entries.get(pull)
-            if entry is None or entry.alarm != at:
-                heapq.heappop(self._heap)
-                continue
-            deadline = entry.machine.next_deadline()
-            if deadline is not None and deadline <= at:
-                return entry
-            heapq.heappop(self._heap)
-            entry.alarm = None
-            self.set(entry)
-        return None
-
-
 class Pulls:
     """Everything that one rank pulls.
 
     Args:
         me: which rank this is; its memory is registered with the reader's transport.
         dialer: opens connections to lenders.
-        post: gives a job to the reader; its result comes back through :meth:`handle`.
+        post: gives a job to the reader; its result comes back through :meth:`handle_result`.
         clock: seconds that never go back.
         patience: how long a pull waits for what.
         verify: how much is compared with what was lent.
@@ -285,7 +240,7 @@ class Pulls:
         self._clock = clock
         self._entries: dict[str, RequestPull] = {}
         self._by_pull: dict[str, PeerPull] = {}
-        self._alarms = PullAlarms(self._by_pull)
+        self._alarms: PullAlarms[PeerPull] = PullAlarms(self._by_pull)
         self.unplanned: deque[RequestPull] = deque()
         self.peers = PeerTable(me.engine_id, me.pair, post, dialer, max_peers)
         self.warmup = PeerWarmup(
@@ -300,7 +255,7 @@ class Pulls:
         """Entries of the tables of pulls; 0 when all is quiet."""
         return len(self._entries) + len(self._by_pull)
 
-    def apply(self, command: Command) -> None:
+    def apply_command(self, command: Command) -> None:
         """Do what the engine asks for."""
         if isinstance(command, ClaimTicket):
             self._claim(command)
@@ -343,7 +298,7 @@ class Pulls:
             return
         if peer.welcome is not None:
             entry.machine.welcomed(self._clock())
-        self._alarms.set(entry)
+        self._alarms.set_alarm(entry)
 
     def _start_read(self, command: ReadBlocks) -> None:
         entry, now = self._entries.get(command.request), self._clock()
@@ -360,12 +315,12 @@ class Pulls:
             self._perform(entry, entry.machine.fail("cancelled", self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
 
-    def serve(self, peer: Peer) -> None:
+    def serve_peer(self, peer: Peer) -> None:
         """The peer's connection has something for us."""
         self.peers.serve(peer)
         self._drain()
 
-    def flush(self, peer: Peer) -> None:
+    def flush_peer(self, peer: Peer) -> None:
         """Send what is due to the peer, whose connection has room again."""
         self.peers.flush(peer)
         self._drain()
@@ -379,7 +334,7 @@ class Pulls:
             entry = self.unplanned.popleft()
             if entry.machine.state is PullState.CLAIMING and entry.plan is None:
                 entry.make_plan(self._clock)
-        return self.next_deadline()
+        return self.next_alarm()
 
     def _drain(self) -> None:
         """Handle what happened to peers until nothing is left: the only place that does."""
@@ -447,17 +402,17 @@ class Pulls:
             effects = entry.machine.fail(f"refused, {message.why}: {message.detail}", now)
         self._perform(entry, effects)
 
-    def next_deadline(self) -> float | None:
-        """When :meth:`tick` should run next, or None when only an event can matter."""
-        alarms = (self._alarms.first(), self.warmup.alarm)
+    def next_alarm(self) -> float | None:
+        """When :meth:`tick_due` should run next, or None when only an event can matter."""
+        alarms = (self._alarms.first_alarm(), self.warmup.alarm)
         return min((at for at in alarms if at is not None), default=None)
 
-    def tick(self, now: float) -> None:
+    def tick_due(self, now: float) -> None:
         """Tick the machines whose time has come."""
         if self.warmup.alarm is not None and self.warmup.alarm <= now:
             for pull in self.warmup.begin_due(now):
                 self._begin(pull)
-        due = self._alarms.due(now)
+        due = self._alarms.take_due(now)
         for peer in dict.fromkeys(entry.peer for entry in due if self._tick(entry, now)):
             for entry in _pulls_from(peer):
                 if effects := entry.machine.renew_along(now):
@@ -477,7 +432,7 @@ class Pulls:
             self._forget_peer_if_idle(entry.peer)
         return renews
 
-    def handle(self, result: JobResult) -> None:
+    def handle_result(self, result: JobResult) -> None:
         """A job that was posted is done."""
         tag = result.tag
         if isinstance(result, Connected):
@@ -495,7 +450,7 @@ class Pulls:
         peer, error = entry.peer, result.settled.error
         entry.reading -= 1
         if isinstance(entry, RequestPull):
-            entry.measured.add(result.settled.stats)
+            entry.measured.add_read(result.settled.stats)
         if error is not None:
             entry.error = entry.error or f"{type(error).__name__}: {error}"
         if not entry.reading:
@@ -521,7 +476,7 @@ class Pulls:
         if entry.machine.state in ENDED:
             self._forget_if_over(entry)
         else:
-            self._alarms.set(entry)
+            self._alarms.set_alarm(entry)
 
     def _perform_one(self, entry: PeerPull, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""

@@ -396,7 +396,7 @@ class _PullerLoop:
     def run(self) -> None:
         """Take turns until the inbox is closed."""
         self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
-        wake_at = self._pulls.next_deadline()
+        wake_at = self._pulls.next_alarm()
         try:
             while not self._inbox.is_closed:
                 wake_at = self._turn(wake_at)
@@ -431,12 +431,12 @@ class _PullerLoop:
                 self._inbox.drain()
                 continue
             if events & selectors.EVENT_READ:
-                pulls.serve(key.data)
+                pulls.serve_peer(key.data)
             if events & selectors.EVENT_WRITE:
-                pulls.flush(key.data)
+                pulls.flush_peer(key.data)
         self._take_items()
         self._take_delayed()
-        pulls.tick(self._clock())
+        pulls.tick_due(self._clock())
         if pulls.reports or pulls.counts:
             self._report()  # before the lenders hear of it: the engine may be waiting
         wake_at = pulls.finish_turn()
@@ -453,7 +453,7 @@ class _PullerLoop:
 
     def _handle(self, item: _Posted) -> None:
         if isinstance(item, JobResult):
-            self._pulls.handle(item)
+            self._pulls.handle_result(item)
         elif isinstance(item, HeldTransport):
             self._reader.hold(item)
         elif isinstance(item, _Delayed):
@@ -465,7 +465,7 @@ class _PullerLoop:
         elif self._delayed:  # commands keep their order
             self._delayed.append(_Delayed(item, None))
         else:
-            self._pulls.apply(item)
+            self._pulls.apply_command(item)
 
     def _take_delayed(self) -> None:
         """Carry out what waited for the GPU, up to the first command that still does."""
@@ -474,7 +474,7 @@ class _PullerLoop:
             if first.after is not None and not first.after.query():
                 return
             self._delayed.popleft()
-            self._pulls.apply(first.command)
+            self._pulls.apply_command(first.command)
 
     def _report(self) -> None:
         """Let the engine have what the pulls report and count."""

@@ -87,11 +87,11 @@ class DecodeRank:
         self._when_awake(self._turn)
 
     def _turn(self) -> None:
-        self.pulls.tick(self.clock())
+        self.pulls.tick_due(self.clock())
         self.pulls.finish_turn()
         while self.pulls.unplanned:
             self.pulls.finish_turn()
-        self._alarm.set(self.pulls.next_deadline(), self.turn)
+        self._alarm.set(self.pulls.next_alarm(), self.turn)
         outcome = PullResults.of(self.pulls.reports)
         self.pulls.reports.clear()
         if outcome.records or outcome.failed or outcome.released or outcome.claims:
@@ -105,7 +105,7 @@ class DecodeRank:
         self._when_awake(lambda: self._serve(peer))
 
     def _serve(self, peer: Peer) -> None:
-        self.pulls.serve(peer)
+        self.pulls.serve_peer(peer)
         self.turn()
 
     def _post(self, job: Job) -> None:
@@ -129,7 +129,7 @@ class DecodeRank:
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
     def _hear(self, answer: JobResult) -> None:
-        self.pulls.handle(answer)
+        self.pulls.handle_result(answer)
         self.turn()
 
 
@@ -174,7 +174,7 @@ class Decode:
         self._pulls += 1
         self.requests[name] = Request(number, ticket)
         for rank in self.ranks:
-            rank.pulls.apply(ClaimTicket(name, name, ticket))
+            rank.pulls.apply_command(ClaimTicket(name, name, ticket))
             rank.turn()
         self.world.at(self.world.lag() * 10, lambda: self._schedule(name))
         if self.world.chance(self.world.chances.cancel):
@@ -204,7 +204,7 @@ class Decode:
         request.waiting = set(range(len(self.ranks)))
         need = Need.of(0, request.ticket.num_tokens, (BlockList(0, request.blocks),))
         for rank in self.ranks:
-            rank.pulls.apply(ReadBlocks(name, need))
+            rank.pulls.apply_command(ReadBlocks(name, need))
             rank.turn()
 
     def _cancel(self, name: str) -> None:
@@ -214,7 +214,7 @@ class Decode:
         request.cancelled = True
         self.world.counts["cancelled"] += 1
         for rank in self.ranks:
-            rank.pulls.apply(CancelPull(name))
+            rank.pulls.apply_command(CancelPull(name))
             rank.turn()
         if not request.blocks:  # it was queueing, and will not be reported
             del self.requests[name]

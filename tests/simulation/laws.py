@@ -84,7 +84,7 @@ class Laws:
             for rank in decode.ranks:
                 self._require(rank.pulls.num_open == 0, f"law 5: {decode.name} has open pulls")
                 self._require(len(rank.reading) == 0, f"law 5: {decode.name} has open reads")
-                alarm = rank.pulls.next_deadline()
+                alarm = rank.pulls.next_alarm()
                 self._require(alarm is None, f"law 5: {decode.name} has alarms")
                 warmup = rank.pulls.warmup
                 is_warm = len(warmup.warm) == len(warmup._places)

@@ -47,7 +47,7 @@ from registration.references import (
     KVCacheTensorReference,
 )
 from registration.scratch import PAGE_NBYTES, Scratch
-from transport import HOST, Memory, PeerId, Transport, TransportError
+from transport import HOST, Device, Memory, PeerId, Transport, TransportError
 from transport.forwarding import ForwardingTransport
 
 log = logging.getLogger(__name__)
@@ -98,19 +98,20 @@ class RehearsalFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedTransport:
-    """A transport with a page of host memory registered, which must outlive the transport."""
+    """A transport with a page registered, which must outlive the transport."""
 
     transport: Transport
     page: Scratch
 
     @classmethod
-    def on(cls, transport: Transport) -> PagedTransport:
-        """Register a new page.
+    def on(cls, transport: Transport, device: Device = HOST) -> PagedTransport:
+        """Register a new page on ``device``.
 
         Raises:
+            MemoryError: a GPU that has none to spare.
             TransportError: it cannot be registered.
         """
-        page = Scratch.on(HOST)
+        page = Scratch.on(device)
         transport.register([page.memory])
         return cls(transport, page)
 
@@ -250,8 +251,7 @@ def warm_up_of(
     if not places:
         return WarmUp(), None
     try:
-        scratch = _scratch_beside(references)
-        transport.register([scratch.memory])
+        page = PagedTransport.on(transport, references.memories()[0].device).page
     except (TransportError, MemoryError) as error:
         log.warning(
             "pdconn: warm_peers: scratch registration failed; "
@@ -259,16 +259,4 @@ def warm_up_of(
             error,
         )
         return WarmUp(places), None
-    return WarmUp(places, scratch.memory), scratch
-
-
-def _scratch_beside(references: KVCacheReferences) -> Scratch:
-    """A page on the device of the KV memory.
-
-    Raises:
-        MemoryError: a GPU that has none to spare.
-    """
-    try:
-        return Scratch.on(references.memories()[0].device)
-    except RuntimeError as error:
-        raise MemoryError(str(error)) from error
+    return WarmUp(places, page.memory), page

@@ -80,16 +80,16 @@ class OneRank:
     def claim(self, request: str, lender: str, pull: str | None = None) -> None:
         """Claim a ticket of ``lender``; ``request`` names the pull, too, unless one is given."""
         ticket = Ticket(f"p{lender}", f"b{lender}", request, lender, 1, 12, "0" * 32, BLOCKS)
-        self.pulls.apply(ClaimTicket(request, pull or request, ticket))
+        self.pulls.apply_command(ClaimTicket(request, pull or request, ticket))
 
     def read(self, request: str) -> None:
         """Have the reader read what is claimed."""
-        self.pulls.apply(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
+        self.pulls.apply_command(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
 
     def wait_s(self, seconds: float) -> None:
         """Time passes, and the rank looks what is due."""
         self.now += seconds
-        self.pulls.tick(self.now)
+        self.pulls.tick_due(self.now)
         self.pulls.finish_turn()
 
     def take_jobs(self) -> list[Job]:
@@ -103,7 +103,9 @@ class OneRank:
             if isinstance(job, Disconnect):
                 continue
             assert isinstance(job, Read)
-            self.pulls.handle(ReadSettled(job.tag, Settled(ReadStats(1, 1, 0.0, 0.0)), self.now))
+            self.pulls.handle_result(
+                ReadSettled(job.tag, Settled(ReadStats(1, 1, 0.0, 0.0)), self.now)
+            )
 
     def peer(self, lender: str) -> Peer:
         return next(peer for peer in self.pulls.peers if peer.key.host == lender)
@@ -113,7 +115,7 @@ class OneRank:
         peer = self.peer(lender)
         assert isinstance(peer.connection, ConnectionEnd)
         peer.connection.arrived.append(encode(messages))
-        self.pulls.serve(peer)
+        self.pulls.serve_peer(peer)
 
     def greet(self, lender: str, engine_id: str | None = None) -> None:
         """The lender says what it is, and the transport reaches it."""
@@ -131,7 +133,7 @@ class OneRank:
             if isinstance(job, Disconnect):
                 continue
             assert isinstance(job, Connect)
-            self.pulls.handle(Connected(job.tag, PeerId(lender), None))
+            self.pulls.handle_result(Connected(job.tag, PeerId(lender), None))
         self.pulls.finish_turn()
 
     def lose(self, lender: str) -> None:
@@ -139,7 +141,7 @@ class OneRank:
         end = self.peer(lender).connection
         assert isinstance(end, ConnectionEnd)
         end.is_lost = True
-        self.pulls.serve(self.peer(lender))
+        self.pulls.serve_peer(self.peer(lender))
 
     def frames(self, lender: str) -> list[list[FromReader]]:
         """The messages of each frame that the lender was sent since the last call, but Hello."""

@@ -61,7 +61,7 @@ def test_it_greets_at_once_then_connects_then_reads_and_asks_for_nothing(
 def test_a_warm_lender_is_left_alone_until_it_is_lost(rank: WarmingRank) -> None:
     rank.greet("a")
     rank.settle()
-    assert rank.pulls.next_deadline() is None
+    assert rank.pulls.next_alarm() is None
     rank.wait_s(1e9)
     rank.lose("a")
     assert not rank.is_warm
@@ -157,7 +157,7 @@ def test_we_ourselves_are_never_tried_again(rank: WarmingRank) -> None:
     assert rank.due_at is None
     assert not rank.is_warm
     assert rank.pulls.num_open == 0
-    assert rank.pulls.next_deadline() is None
+    assert rank.pulls.next_alarm() is None
 
 
 # The timer

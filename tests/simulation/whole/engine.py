@@ -232,7 +232,7 @@ class Engine:
         out = self.scheduler.schedule()
         metadata = out.kv_connector_metadata
         for command in metadata.commands:
-            self.rank.pulls.apply(self._noted(command))
+            self.rank.pulls.apply_command(self._noted(command))
         self.rank.turn()
         num_tokens = out.total_num_scheduled_tokens
         self._is_idle = not num_tokens
