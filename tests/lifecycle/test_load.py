@@ -27,7 +27,7 @@ from pdconn.lifecycle.load import (
     LoadState,
     StoreLoad,
 )
-from tests.property.machines import holds, notices
+from tests.property.scale import holds, notices
 
 ROWS = ("a", "b", "c")
 HELD, BOUNDARY, RANKS = 16, 64, 2

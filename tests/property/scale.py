@@ -1,11 +1,19 @@
-"""How many cases a property test draws: fewer in ``make test``, more in the long run."""
+"""How many cases a property test draws: fewer in ``make test``, more in the long run.
+
+A law of a machine whose events come in any order stands beside broken machines that it notices.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 ASKED = os.environ.get("PDCONN_EXAMPLES")
 
@@ -20,3 +28,48 @@ def drawn(examples: int) -> Any:
     return settings(
         max_examples=at_least(examples), deadline=None, suppress_health_check=list(HealthCheck)
     )
+
+
+Made = type[RuleBasedStateMachine]
+
+
+def holds(machine: Made, *, examples: int, steps: int) -> None:
+    """Run so many orders of events, or as many as ``make property`` asks for.
+
+    The test is marked ``hypothesis``, so that ``make property`` runs it.
+    """
+    with _quiet():
+        run_state_machine_as_test(machine, settings=_settings(at_least(examples), steps))
+
+
+def notices(machine: Made, *, examples: int, steps: int, what: str | None = None) -> None:
+    """The machine breaks a law within so many orders of events, the same ones in every run.
+
+    Or it ends its engine's thread, by a name that its tables do not have.  ``what``: a part of
+    what is said then.
+    """
+    until_one_fails = settings(
+        _settings(examples, steps), derandomize=True, database=None, phases=[Phase.generate]
+    )
+    with _quiet(), pytest.raises((AssertionError, KeyError), match=what):
+        run_state_machine_as_test(machine, settings=until_one_fails)
+
+
+def _settings(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of thousands of requests that go wrong on purpose."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

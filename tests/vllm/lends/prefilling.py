@@ -28,8 +28,8 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import Ticket, parse_ticket
 from pdconn.vllm.lends.lending import Lending
-from tests.fakes.inline_lender import InlineLender, Session
 from tests.fakes.pair import Cache
+from tests.fakes.scripted.lender import InlineLender, Session
 from tests.vllm.patches.known_tokens import KnownTokens, blocks_of, place
 from tests.vllm.patches.vllm_scheduler import (
     BLOCK_TOKENS,

@@ -30,8 +30,8 @@ from hypothesis.stateful import (
 pytest.importorskip("vllm")
 
 from pdconn.vllm.prompt import parent_of
-from tests.fakes.inline_lender import InlineLender
-from tests.property.machines import holds, notices
+from tests.fakes.scripted.lender import InlineLender
+from tests.property.scale import holds, notices
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -334,7 +334,7 @@ def test_they_notice_blocks_that_are_not_pinned(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_they_notice_blocks_that_are_unpinned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpin = pins_module.unpin_blocks
+    unpin: Any = vars(pins_module)["unpin_blocks"]
 
     def twice(pool: Any, blocks: Any) -> None:
         unpin(pool, blocks)

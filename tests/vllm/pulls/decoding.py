@@ -15,7 +15,7 @@ from typing import Any
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
 from pdconn.vllm.pulls.pulling import Pulling
-from tests.fakes.scripted_puller import ScriptedPull, ScriptedPuller
+from tests.fakes.scripted.puller import ScriptedPull, ScriptedPuller
 from tests.vllm.patches.known_tokens import KnownTokens, Pass, blocks_of
 from tests.vllm.patches.vllm_scheduler import (
     BLOCK_TOKENS,

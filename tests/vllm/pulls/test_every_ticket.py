@@ -14,7 +14,7 @@ vLLM's own scheduler asks, two ranks' workers report, and what blocks hold is kn
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import pytest
@@ -32,8 +32,8 @@ pytest.importorskip("vllm")
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, ReadBlocks
 from pdconn.vllm.prompt import parent_of
-from tests.fakes.scripted_puller import ScriptedPull
-from tests.property.machines import holds, notices
+from tests.fakes.scripted.puller import ScriptedPull
+from tests.property.scale import holds, notices
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -80,7 +80,7 @@ class DecodeMachine(RuleBasedStateMachine):
         if kind == "wrong":
             assert params is not None
             params["remote_port"] = "x"
-        asked = {"params": params, "is_wrong": kind == "wrong"}
+        asked: dict[str, Any] = {"params": params, "is_wrong": kind == "wrong"}
         self.parents.append((f"r{len(self.parents)}", first, num_tokens, asked))
         if is_child:
             self.arrive_as_child(len(self.parents) - 1)
@@ -106,7 +106,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def arrive_with_prefix(self, first: int, num_tokens: int, more: int, granted: int) -> None:
         """Another engine has lent what its prompt begins with, and has told so many ranks."""
         ticket = self.engine.ticket(first, num_tokens, is_prefix=True).to_params(1, 1)
-        asked = {"params": {"do_remote_prefill": False, "pdconn": {"from": ticket}}}
+        asked: dict[str, Any] = {"params": {"do_remote_prefill": False, "pdconn": {"from": ticket}}}
         name = f"p{len(self.engine.asked)}"
         self.engine.arrive(name, first, num_tokens + more, is_prefix=True, **asked)
         if granted:
@@ -245,7 +245,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 expected = one.ends if one.is_aborted else [self.end_of(one)]
                 assert one.ends == expected, f"{one} ended {one.ends}, expected {expected}"
                 assert len(one.ends) <= 1
-            tables = (
+            tables: tuple[Sized, ...] = (
                 engine.side, engine.side._pulling, engine.side._patience,
                 engine.side._pulled.quarantine, *(puller.pulls for puller in engine.pullers),
             )  # fmt: skip

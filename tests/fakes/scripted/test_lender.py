@@ -26,8 +26,8 @@ from pdconn.protocol.messages import (
     Renew,
     Welcome,
 )
-from tests.fakes.inline_lender import InlineLender
 from tests.fakes.pair import Cache
+from tests.fakes.scripted.lender import InlineLender
 from tests.faults.raw_clients import RawReader
 
 TTL_S = 0.4

@@ -2,7 +2,7 @@
 
 What decides is real (:class:`~pdconn.lender.sessions.LenderSessions`).  As with a thread, what the
 engine asks for happens later, and before any message that comes then.
-``tests/lender/test_inline.py`` gives it and the real one the same commands and messages.
+``test_lender.py`` beside it gives it and the real one the same commands and messages.
 """
 
 from __future__ import annotations

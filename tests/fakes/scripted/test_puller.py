@@ -21,7 +21,7 @@ from pdconn.puller.commands import (
 )
 from pdconn.puller.thread import Puller, PullResults
 from tests.fakes.pair import Pair
-from tests.fakes.scripted_puller import ScriptedPuller
+from tests.fakes.scripted.puller import ScriptedPuller
 from transport.testing.inprocess.faults import Late
 from transport.testing.inprocess.transport import InProcessNetwork
 
@@ -202,13 +202,14 @@ def test_a_read_that_hangs_is_reported_twice_by_both(kind: str, ends: Command) -
 
 def test_the_scripted_one_insists_on_what_the_real_one_relies_on() -> None:
     ticket = Ticket("p", "boot", "lent", "localhost", 1, 12, "prompt", BLOCKS)
-    for wrong in (
+    cases: list[list[Command]] = [
         [ReadBlocks("d", NEED)],
         [claim(ticket), claim(ticket)],
         [claim(ticket), FailPull("d", "its ticket is wrong")],
         [claim(ticket, is_awaited=True), ReadBlocks("d", NEED)],
         [claim(ticket), ReadBlocks("d", NEED), ReadBlocks("d", NEED)],
-    ):
+    ]
+    for wrong in cases:
         puller = ScriptedPuller(0, lambda pull: None)
         *before, last = wrong
         for command in before:

@@ -5,7 +5,7 @@
     Pulling ─► PdWorker ── post ──► ScriptedPuller ── reports, as the test says ──► PdWorker
 
 It keeps the promises that :class:`~pdconn.puller.thread.Puller` keeps to an engine, and insists on
-what that one relies on; ``tests/puller/test_scripted.py`` gives both the same commands.
+what that one relies on; ``test_puller.py`` beside it gives both the same commands.
 """
 
 from __future__ import annotations

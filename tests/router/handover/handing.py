@@ -1,0 +1,158 @@
+"""The router's hand-over by itself: engines whose every answer is said, and a clock to be moved."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from multidict import CIMultiDict
+
+from pdconn.router.access.keys import EngineKey
+from pdconn.router.assembly import make_handover, make_router
+from pdconn.router.config import ProxyConfig
+from pdconn.router.fleet.client import EngineAnswer
+from pdconn.router.fleet.health import Health
+from pdconn.router.fleet.member import Role
+from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.tries import EngineTries
+from pdconn.router.limits import Limits
+from pdconn.router.metric_table import TicketEnd
+from pdconn.router.metrics import RouterMetrics
+from pdconn.router.openai.requests import REQUEST_ID_HEADER, Route, parse_body
+from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.routing.policy import RoundRobin
+from pdconn.router.routing.routed_request import RoutedRequest
+from tests.fakes.fake_engine import MODEL
+from tests.fakes.scripted.client import EngineAsk, ScriptedClient, ticket_answer
+from tests.fakes.scripted.loop import VirtualLoop
+
+PATIENCE_S = 2.0
+LEASE_S = 3000.0
+"""So long that no ticket's return is given up."""
+
+
+@dataclass(eq=False)
+class Client:
+    """A client's request.
+
+    Attributes:
+        has_left: and was the last to be asked of an engine then, by the number of asks.
+    """
+
+    request: RoutedRequest
+    task: asyncio.Task[EngineAnswer]
+    left_after: int | None = None
+    answers: list[EngineAnswer] = field(default_factory=list)
+
+
+class Handing:
+    """A router's hand-over, and its fleet."""
+
+    def __init__(self, num_prefill: int, num_decode: int, *, require_prefill: bool) -> None:
+        self.loop = VirtualLoop()
+        self.client = ScriptedClient()
+        self.prefill = tuple(f"http://p{number}:1" for number in range(num_prefill))
+        self.decode = tuple(f"http://d{number}:1" for number in range(num_decode))
+        self.clients: dict[str, Client] = {}
+        self.leases: Iterator[int] = itertools.count(1)
+        self.given: dict[str, EngineAsk] = {}
+        config = ProxyConfig.of(
+            self.prefill, self.decode, port=0, require_prefill=require_prefill, lease_s=LEASE_S
+        )
+        self.engines = EngineRegistry(self.prefill, self.decode, first_backoff_s=0.1)
+        self.metrics = RouterMetrics(self.engines)
+        client: Any = self.client
+        alone = config.engines.decodes_alone
+        self.health = Health(self.engines, client, self.metrics.engine_up, decodes_alone=alone)
+        planner, limits = PullPlanner.of(1), Limits(patience_s=PATIENCE_S)
+        self.router = make_router(
+            config,
+            RoundRobin(),
+            engines=self.engines,
+            client=client,
+            planner=planner,
+            limits=limits,
+            engine_key=EngineKey(None),
+        )
+        tries = EngineTries(self.engines, self.health, self.metrics, config.times.most_tries, alone)
+        self.handover: Handover = make_handover(
+            config, client, self.router, tries, planner, limits=limits
+        )
+
+    # Clients
+
+    def arrive(self, *, is_direct: bool) -> None:
+        """A request comes; one that is direct can have no ticket."""
+        name = f"r{len(self.clients)}"
+        body = {"model": MODEL, "prompt": "hi", **({"n": 2} if is_direct else {})}
+        request = RoutedRequest(
+            name,
+            CIMultiDict({REQUEST_ID_HEADER: name}),
+            parse_body(Route.COMPLETIONS, json.dumps(body).encode()),
+        )
+        task = self.loop.create_task(self._ask(request))
+        self.clients[name] = Client(request, task)
+        self.loop.settle()
+
+    async def _ask(self, request: RoutedRequest) -> EngineAnswer:
+        with request.held:
+            return await self.handover.answer_request(request)
+
+    def leave(self, name: str) -> None:
+        """A client closes its connection."""
+        client = self.clients[name]
+        client.left_after = len(self.client.asks)
+        client.task.cancel()
+        self.loop.settle()
+
+    # Engines
+
+    def respond(self, ask: EngineAsk, status: int = 200, *, lends: bool = True) -> None:
+        """An engine answers as engines of its role do."""
+        body = None
+        if status == 200 and ask.engine in self.prefill and not ask.is_return:
+            lease = f"lease-{next(self.leases)}" if lends else None
+            body = ticket_answer(lease)
+            if lease is not None:
+                self.given[lease] = ask
+        if body is None:
+            ask.respond(status)
+        else:
+            ask.respond(status, body)
+        self.loop.settle()
+
+    def num_unused(self, end: TicketEnd) -> float:
+        """Tickets that no request used, and that ended so."""
+        name, labels = "pdconn_router_unused_tickets_total", {"outcome": end.value}
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def num_under_way(self) -> int:
+        """Requests that engines are thought to have."""
+        inflight = self.router.loads.inflight
+        names = self.engines.names
+        return sum(inflight.requests_at(engine)[0] for engine in names) + len(inflight)
+
+    def live(self, role: Role) -> tuple[str, ...]:
+        """Engines of a role that are not known to be down."""
+        return self.engines.live(role)
+
+    def close(self) -> None:
+        """Leave no task behind."""
+
+        async def end() -> None:
+            await self.handover.prefill.pulls.close(0.0)
+            await self.handover.abandoned.close(0.0)
+            await self.router.tokeniser.models.close()
+            await self.health.close()
+
+        ending = self.loop.create_task(end())
+        self.loop.settle()
+        assert ending.done()
+        left = asyncio.all_tasks(self.loop)
+        self.loop.close()
+        assert not left, f"tasks left behind: {left}"
