@@ -74,7 +74,7 @@ class OneRank:
 
     def read(self, request: str) -> None:
         """Have the reader read what is claimed."""
-        self.pulls.apply(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
+        self.pulls.apply(ReadBlocks(request, Need.for_range(0, 12, BLOCKS)))
 
     def settle(self) -> None:
         """All reads that were posted have ended."""
