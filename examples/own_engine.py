@@ -124,7 +124,7 @@ def pull(wanted: str, line: str) -> str | None:
     me = Rank("decode", rank=0, of=1, spread=0, references=made.references, traits=TRAITS)
     with memory, Puller(me, memory.transport, verify=Verify.ALWAYS) as puller:
         puller.post(ClaimTicket("r-7", "decode/1", ticket))  # as soon as the request is known
-        puller.post(ReadBlocks("r-7", Need.of(0, len(PROMPT), tables)))  # once it has blocks
+        puller.post(ReadBlocks("r-7", Need.for_range(0, len(PROMPT), tables)))  # once it has blocks
         while not ((results := puller.collect()).records or results.failed):
             puller.wait(timeout_s=1.0)
     if results.failed:

@@ -152,8 +152,8 @@ def _chunk_sums(
     blocks: _Chosen,
     terms: Terms,
 ) -> ChunkSums:
-    grain = Grain.of(ref, blocks.block_tokens, terms.unit_tokens)
-    cells = Cells.of(references, ref, ref.first_head, ref.num_heads)
+    grain = Grain.for_chunk(ref, blocks.block_tokens, terms.unit_tokens)
+    cells = Cells.for_heads(references, ref, ref.first_head, ref.num_heads)
     strips = np.tile(np.arange(grain.units, dtype=np.int64), len(blocks.ids))
     numbers = np.repeat(blocks.logical, grain.units) * grain.units + strips
     ids = np.repeat(blocks.ids, grain.units)

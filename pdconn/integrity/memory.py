@@ -58,7 +58,7 @@ class Cells:
             raise ValueError(f"cells end at byte {end} of {self.memory.nbytes}")
 
     @classmethod
-    def of(
+    def for_heads(
         cls,
         references: KVCacheReferences,
         ref: KVCacheDataReference,
@@ -90,7 +90,7 @@ class Cells:
             row_nbytes,
         )
 
-    def view(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shape_and_strides(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of ``(blocks, strips, heads, rows, bytes)``, ``step`` rows a strip."""
         outer = (self.num_blocks, self.rows // step, self.num_heads)
         strides = (self.block_stride, step * self.row_stride, self.head_stride)
@@ -127,7 +127,7 @@ def gathered(memory: U8, cells: Cells, step: int, ids: I64, strips: I64) -> Iter
     """
     if memory.nbytes != cells.memory.nbytes:
         raise ValueError(f"memory: expected {cells.memory.nbytes} bytes, got {memory.nbytes}")
-    shape, strides = cells.view(step)
+    shape, strides = cells.shape_and_strides(step)
     view = as_strided(memory[cells.offset :], shape, strides, writeable=False)
     _check_not_negative(ids, strips)
     if shape[3] == 1:
@@ -167,7 +167,7 @@ def collected(memory: Any, cells: Cells, step: int, ids: I64, strips: I64) -> It
     """As :func:`gathered`, where ``memory`` is a torch tensor of bytes on any device."""
     import torch
 
-    shape, strides = cells.view(step)
+    shape, strides = cells.shape_and_strides(step)
     _check_not_negative(ids, strips)
     if len(ids) and (ids.max() >= shape[0] or strips.max() >= shape[1]):
         raise IndexError(f"block {ids.max()} of {shape[0]}, strip {strips.max()} of {shape[1]}")

@@ -73,7 +73,7 @@ def covered(match: Match, need: Need, terms: Terms) -> Covered:
     """
     if match.group.kind is AttentionKind.STATE:
         return _state(match, need, terms)
-    grain = Grain.of(match.their_ref, match.their_block_tokens, terms.unit_tokens)
+    grain = Grain.for_chunk(match.their_ref, match.their_block_tokens, terms.unit_tokens)
     asked = _asked(match, need, grain, terms.num_tokens)
     numbers = np.arange(asked.start, asked.stop, dtype=np.int64)
     numbers = numbers[_counted(match, terms, numbers // grain.units)]
@@ -228,10 +228,10 @@ class Checks:
     bundles: tuple[Bundle, ...]
 
     @classmethod
-    def of(
+    def between(
         cls, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], spread: int = 0
     ) -> Checks:
-        """Match our rank with all ranks of a peer, as ``Pairing.of`` does.
+        """Match our rank with all ranks of a peer, as ``Pairing.between`` does.
 
         Raises:
             Incompatible: the two cannot exchange KV.
@@ -255,7 +255,7 @@ class Checks:
                 continue
             shares[bundle.their_rank] += bundle.shares(found.asked)
             for ref in bundle.ours:
-                where = Cells.of(self.references, ref, bundle.first_head, bundle.num_heads)
+                where = Cells.for_heads(self.references, ref, bundle.first_head, bundle.num_heads)
                 cells[bundle.their_rank] += [(ref, where, units) for units in found.runs]
         return tuple(
             Expected(rank, _asks(rank, terms.sampled, shares[rank]), tuple(cells[rank]))

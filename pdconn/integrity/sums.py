@@ -88,7 +88,7 @@ class Grain:
     row_tokens: int
 
     @classmethod
-    def of(cls, ref: KVCacheDataReference, block_tokens: int, unit_tokens: int) -> Grain:
+    def for_chunk(cls, ref: KVCacheDataReference, block_tokens: int, unit_tokens: int) -> Grain:
         """Units of at most ``unit_tokens`` tokens, but never less than a row."""
         stored = ref.num_rows or 1
         row_tokens = block_tokens // stored
@@ -115,7 +115,7 @@ class Units:
     step: int
     rows: int
 
-    def parts(self, count: int) -> Iterator[Units]:
+    def slices(self, count: int) -> Iterator[Units]:
         """The same, at most ``count`` units at a time."""
         for at in range(0, len(self.numbers), count):
             cut = slice(at, at + count)
@@ -147,7 +147,7 @@ def piece_sums(read: ReadMemory, ref: KVCacheDataReference, cells: Cells, units:
     per_unit = units.ids.shape[1] * cells.num_heads
     each = max(1, _GATHERED_NBYTES // (per_unit * units.step * cells.row_nbytes))
     made = [np.empty((0, cells.num_heads), dtype=np.uint64)]
-    for part in units.parts(each):
+    for part in units.slices(each):
         rows = _rows(read, cells, part)
         seeds = seeds_of(ref.layer, ref.chunk, part.numbers, cells)
         made.append(_hashed(rows, seeds))

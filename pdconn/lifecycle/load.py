@@ -154,7 +154,7 @@ class StoreLoad(Generic[Row]):
         """Whether its rows are not on their way yet."""
         return self.state in (LoadState.LOOKING, LoadState.FOUND)
 
-    def waited_s(self, now: float) -> float:
+    def seconds_waited(self, now: float) -> float:
         """How long the request has waited for the present step."""
         return now - self._since
 
@@ -163,7 +163,7 @@ class StoreLoad(Generic[Row]):
         """How long the request may wait for the present step."""
         return _MOST_S[self.state]
 
-    def ask(self, now: float) -> None:
+    def begin_lookup(self, now: float) -> None:
         """Begin a look-up of the request's rows."""
         self._enter("asked")
         self._since = now
@@ -208,7 +208,7 @@ class StoreLoad(Generic[Row]):
         self._local = num_local
         return self.boundary - num_local
 
-    def take(self, num_external: int) -> list[Effect[Row]]:
+    def take_blocks(self, num_external: int) -> list[Effect[Row]]:
         """Load ``num_external`` tokens into the blocks that the request has now.
 
         Returns:
@@ -225,7 +225,7 @@ class StoreLoad(Generic[Row]):
         assert self._local is not None
         return [CopyRows(range(self._local, self.boundary))]
 
-    def fail(self) -> list[Effect[Row]]:
+    def fail_request(self) -> list[Effect[Row]]:
         """Fail the request: the engine waits for what another load has promised and is gone."""
         return [FailRequest()] if self._enter("awaited") else []
 

@@ -61,7 +61,7 @@ def _obstacles(reader: Described, lender: Described) -> Iterator[Difference]:
     seen = set()
     for rank in reader.ranks:
         try:
-            Pairing.of(rank.references, theirs, rank.tp_rank)
+            Pairing.between(rank.references, theirs, rank.tp_rank)
         except Incompatible as error:
             for difference in error.differences:
                 if difference not in seen:

@@ -75,7 +75,7 @@ class Need:
                 raise ValueError(f"expected 0 <= start <= stop, got {tokens}")
 
     @classmethod
-    def of(cls, held: int, until: int, blocks: tuple[BlockList, ...]) -> Need:
+    def for_range(cls, held: int, until: int, blocks: tuple[BlockList, ...]) -> Need:
         """Tokens ``[held, until)`` of every group."""
         return cls((range(held, until),) * len(blocks), blocks)
 
@@ -165,7 +165,7 @@ class Pairing:
         object.__setattr__(self, "_alike", alike(self.templates))
 
     @classmethod
-    def of(
+    def between(
         cls, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], spread: int = 0
     ) -> Pairing:
         """Match our rank's memory with all ranks of a peer.
@@ -207,7 +207,7 @@ class Pairing:
             group = self.ours.groups[template.our_group]
             pairs = _pairs(template, need, lent[template.their_group], group)
             count = len(pairs)
-            moved.add(template.sub_block_nbytes, count, pairs, group)
+            moved.add_pairs(template.sub_block_nbytes, count, pairs, group)
             runs += count * len(template.nbytes)
             if runs > MAX_RUNS:
                 raise TooManyRuns(f"runs of one pull: expected at most {MAX_RUNS}, got {runs}")
@@ -222,7 +222,7 @@ class Pairing:
         else:
             reads = self._reads(lambda some: some.columns(found), many_spans)
         num_runs = sum(len(spans) for _, spans in reads)
-        return Plan(reads, moved.total(), num_runs, tuple(sorted(begins.items())))
+        return Plan(reads, moved.moved(), num_runs, tuple(sorted(begins.items())))
 
     def gaps(self, need: Need) -> Gaps:
         """What the reads for ``need`` leave of the blocks that lack its tokens.
@@ -278,7 +278,7 @@ class _Tally:
     saved_by_hits: int = 0
     state: int = 0
 
-    def add(self, each: int, count: int, pairs: Pairs, group: KVCacheGroupReference) -> None:
+    def add_pairs(self, each: int, count: int, pairs: Pairs, group: KVCacheGroupReference) -> None:
         """``count`` sub-blocks of ``each`` bytes are pulled of ``group``."""
         if group.kind is AttentionKind.STATE:
             self.state += count * each
@@ -290,7 +290,7 @@ class _Tally:
             self.saved_by_window += pairs.holes * each
         self.saved_by_hits += pairs.hits * each
 
-    def total(self) -> Moved:
+    def moved(self) -> Moved:
         """The sum."""
         return Moved(self.full, self.window, self.saved_by_window, self.saved_by_hits, self.state)
 
@@ -346,8 +346,8 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
     pulled = sub_blocks(group, lacking, tokens)
     ours, theirs = need.blocks[template.our_group], lent
     return Pairs(
-        Located(pulled, template.our_block_tokens // tokens, ours),
-        Located(pulled, template.their_block_tokens // tokens, theirs),
+        Located(pulled, template.ours.block_tokens // tokens, ours),
+        Located(pulled, template.theirs.block_tokens // tokens, theirs),
         pulled.start * tokens,
         holes=reach,
         hits=pulled.start - reach,
@@ -365,8 +365,8 @@ def _state_pair(template: Template, need: Need, lent: BlockList) -> Pairs:
         return range(last.start // block_tokens, last.start // block_tokens + len(last))
 
     return Pairs(
-        Located(at(template.our_block_tokens), 1, need.blocks[template.our_group]),
-        Located(at(template.their_block_tokens), 1, lent),
+        Located(at(template.ours.block_tokens), 1, need.blocks[template.our_group]),
+        Located(at(template.theirs.block_tokens), 1, lent),
         last.start,
         holes=0,
         hits=0,
@@ -387,7 +387,7 @@ def _sub_block_gaps(
     Raises:
         BlockOutOfRange: an id beyond our cache.
     """
-    per_block = template.our_block_tokens // template.sub_block_tokens
+    per_block = template.ours.block_tokens // template.sub_block_tokens
     # Blocks before the first lacking token are held, and may be other requests' as well.
     first = max(blocks.first * per_block, -(-lacking.start // template.sub_block_tokens))
     end = (blocks.first + len(blocks.ids)) * per_block
@@ -401,9 +401,9 @@ def _sub_block_gaps(
     if not len(ids):
         return None
     highest = int(ids.max())
-    if highest >= template.our_num_blocks:
+    if highest >= template.ours.num_blocks:
         where = f"group {template.our_group}: block id, ours"
-        raise BlockOutOfRange(f"{where} {highest} of {template.our_num_blocks} blocks")
+        raise BlockOutOfRange(f"{where} {highest} of {template.ours.num_blocks} blocks")
     return ids, numbers % per_block
 
 

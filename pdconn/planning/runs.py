@@ -109,8 +109,8 @@ def check_ids(template: Template, pairs: Pairs) -> None:
             at = pairs.first_token + int(np.argmin(ids != 0)) * template.sub_block_tokens
             raise MissingBlock(f"{group}: tokens from {at} on {missing}")
     for side, ids, num_blocks in (
-        ("ours", ours, template.our_num_blocks),
-        ("theirs", theirs, template.their_num_blocks),
+        ("ours", ours, template.ours.num_blocks),
+        ("theirs", theirs, template.theirs.num_blocks),
     ):
         highest = int(ids.max())
         if highest >= num_blocks:
@@ -178,7 +178,7 @@ class AlikeTemplates:
         ours, our_sub = _joined([one.ours.arrays() for one in used])
         theirs, their_sub = _joined([one.theirs.arrays() for one in used])
         if not (
-            _all_in(ours, template.our_num_blocks) and _all_in(theirs, template.their_num_blocks)
+            _all_in(ours, template.ours.num_blocks) and _all_in(theirs, template.theirs.num_blocks)
         ):
             for number, each in self.numbered:
                 if number in pairs:
@@ -197,8 +197,8 @@ class AlikeTemplates:
     def _few_of(self, template: Template, pairs: Pairs) -> list[Run]:
         (ours, our_sub), (theirs, their_sub) = pairs.ours.lists(), pairs.theirs.lists()
         if not (
-            0 < min(ours) <= max(ours) < template.our_num_blocks
-            and 0 < min(theirs) <= max(theirs) < template.their_num_blocks
+            0 < min(ours) <= max(ours) < template.ours.num_blocks
+            and 0 < min(theirs) <= max(theirs) < template.theirs.num_blocks
         ):
             check_ids(template, pairs)
         if len(self.rows) == 1 and our_sub is None and their_sub is None:
@@ -274,8 +274,8 @@ def _compared(template: Template) -> tuple[object, ...]:
     return (
         template.their_rank,
         template.their_device,
-        template.our_num_blocks,
-        template.their_num_blocks,
+        template.ours.num_blocks,
+        template.theirs.num_blocks,
         *(column.tobytes() for column in _columns(template)),
     )
 

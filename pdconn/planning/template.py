@@ -157,22 +157,24 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One side's columns of a template, each of shape (runs,), int64, in bytes.
+    """One side of a template; ``start``, ``stride``, ``step``: columns of shape (runs,), in bytes.
 
-    The address of a run in block b, sub-block s is ``start + b * stride + s * step``.
+    The address of a run in block b, sub-block s is ``start + b * stride + s * step``.  Block ids
+    are below ``num_blocks``.
     """
 
     start: I64
     stride: I64
     step: I64
+    block_tokens: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
     """The runs of one sub-block of one group from one rank of the peer.
 
-    ``sub_block_tokens`` divides ``our_block_tokens`` and ``their_block_tokens``.
-    ``num_blocks`` bounds the block ids of either side.  ``nbytes`` are those of each run,
+    ``sub_block_tokens`` divides ``block_tokens`` of both sides.  ``nbytes`` are those of each run,
     ``sub_block_nbytes`` those of all.
     """
 
@@ -180,10 +182,6 @@ class Template:
     their_rank: int
     their_group: int
     sub_block_tokens: int
-    our_block_tokens: int
-    their_block_tokens: int
-    our_num_blocks: int
-    their_num_blocks: int
     their_device: Device
     ours: Side
     theirs: Side
@@ -233,13 +231,9 @@ def _template(
         their_rank,
         their_group,
         sizes.sub,
-        our_tokens,
-        their_tokens,
-        ours.num_blocks(our_group),
-        theirs.num_blocks(their_group),
         theirs.tensors[pieces[0].theirs.tensor].device,
-        Side(table[0], table[1], table[2]),
-        Side(table[3], table[4], table[5]),
+        Side(table[0], table[1], table[2], our_tokens, ours.num_blocks(our_group)),
+        Side(table[3], table[4], table[5], their_tokens, theirs.num_blocks(their_group)),
         table[6],
         int(table[6].sum()),
     )

@@ -73,7 +73,7 @@ class Rank:
         check_traits(self.traits, welcome)
         theirs = [rank.references for rank in welcome.ranks]
         try:
-            return Pairing.of(self.references, theirs, self.spread)
+            return Pairing.between(self.references, theirs, self.spread)
         except Incompatible as error:
             content = self.traits.get("block_content", "")
             raise Incompatible(*error.differences, content=content) from None

@@ -110,5 +110,5 @@ class Verifier:
         assert peer.welcome is not None
         if peer.checks is None:
             theirs = [rank.references for rank in peer.welcome.ranks]
-            peer.checks = Checks.of(self._me.references, theirs, self._me.spread)
+            peer.checks = Checks.between(self._me.references, theirs, self._me.spread)
         return peer.checks

@@ -107,7 +107,7 @@ class LoadPatience:
             )
         return True
 
-    def note_answer(self) -> None:
+    def shelf_answered(self) -> None:
         """Note that the shelf answered in time."""
         if self._breaker.is_open:
             log.info("pdconn: store: the shelf answers again")

@@ -120,7 +120,7 @@ class RowAmount:
     nbytes: int = 0
 
     @classmethod
-    def of(cls, rows: Iterable[StoredRow]) -> RowAmount:
+    def from_rows(cls, rows: Iterable[StoredRow]) -> RowAmount:
         """All of ``rows`` together."""
         sizes = [row.nbytes for row in rows]
         return cls(len(sizes), sum(sizes))
@@ -228,8 +228,8 @@ def summary_of(
     uses = [row.used_at for row in rows]
     return NamespaceSummary(
         namespace,
-        RowAmount.of(row for row in rows if row.name.kind is RowKind.FA),
-        RowAmount.of(row for row in rows if row.name.kind is RowKind.WA),
+        RowAmount.from_rows(row for row in rows if row.name.kind is RowKind.FA),
+        RowAmount.from_rows(row for row in rows if row.name.kind is RowKind.WA),
         min(uses),
         max(uses),
         block_tokens if layout is None else layout.block_tokens,
@@ -331,14 +331,14 @@ def remove_rows(
 def _remover(root: str | os.PathLike[str], shelf: Shelf) -> Iterator[Callable[[str, RowName], int]]:
     """Yields what removes a row.  Meanwhile this process is a writer that has reserved nothing."""
     if recorded_usage(root) is None:
-        yield shelf.remove
+        yield shelf.remove_row
         return
     writer = f"pdconn-store-{os.getpid()}"
     accounts = Accounts(os.fspath(root), writer, 1 << 62)
     try:
-        yield partial(accounts.remove, shelf)
+        yield partial(accounts.remove_row, shelf)
     finally:
-        accounts.leave()
+        accounts.leave_root()
 
 
 class _Chains:

@@ -164,7 +164,7 @@ class PdWorker:
         if self._store is not None:
             for asked in metadata.store:
                 self._num_fetching += isinstance(asked, Fetch | LoadRows | FailLoad)
-                self._store.post(asked, after)
+                self._store.post_command(asked, after)
 
     def after_pass(self) -> None:
         """The step's forward pass has written its KV: what is to be saved may be read."""
@@ -209,7 +209,7 @@ class PdWorker:
             for name, amount in self._puller.take_counts().items():
                 self._stats.count(name, amount)
         if self._store is not None:
-            for name, amount in self._store.take_counts().items():
+            for name, amount in self._store.take_rank_counts().items():
                 self._stats.count(f"store_{name}", amount)
         if self._stats.is_empty():
             return None
@@ -275,12 +275,16 @@ class PdWorker:
     def _wait(self) -> None:
         """Wait for whatever the engine's idle step waits for."""
         if self._num_fetching and self._store is not None:
-            self._store.wait(_IDLE_STEP_S)
+            self._store.wait_for_answer(_IDLE_STEP_S)
         elif self._puller is not None:
             self._puller.wait(_IDLE_STEP_S)
 
     def _collect_stored(self, store: RankStore, results: KVConnectorTransferResults) -> None:
-        loaded, failed, answers = store.take_loaded(), store.take_load_failures(), store.results()
+        loaded, failed, answers = (
+            store.take_loaded(),
+            store.take_load_failures(),
+            store.take_results(),
+        )
         results.finished_recving.update(loaded, failed)
         results.failed_recving.update(failed)
         self._report.store += answers

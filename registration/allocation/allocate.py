@@ -173,7 +173,7 @@ def _allocate(plan: AllocationPlan, make: Callable[[int], torch.Tensor]) -> Allo
 
 def _view(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerView:
     flat = owner.tensor.view(-1)
-    return layer.pages.content.view(flat, layer.offset, num_blocks, layer.steps)
+    return layer.pages.content.layer_view(flat, layer.offset, num_blocks, layer.steps)
 
 
 def _describe_group(
@@ -190,5 +190,5 @@ def _describe(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerMe
         layer.offset,
         layer.steps[Axis.BLOCK],
         num_blocks,
-        layer.pages.content.chunks(layer.steps),
+        layer.pages.content.page_chunks(layer.steps),
     )

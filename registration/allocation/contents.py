@@ -81,7 +81,7 @@ class AttentionTensor(StridedTensor):
         )
         return Heads(num_heads, self._num_rows, are_outermost, self.memory_axes)
 
-    def chunks(self, steps: Mapping[Axis, int]) -> tuple[AttentionChunk, ...]:
+    def page_chunks(self, steps: Mapping[Axis, int]) -> tuple[AttentionChunk, ...]:
         """One chunk, or one per key and value where those lie apart."""
         run_nbytes = prod(self.shape[dim] for dim in self._run) * self.dtype.itemsize
         num_rows = self._num_rows
@@ -159,7 +159,7 @@ class OpaqueTensor(StridedTensor):
         """None: their place is unknown."""
         return None
 
-    def chunks(self, steps: Mapping[Axis, int]) -> tuple[StateChunk, ...]:
+    def page_chunks(self, steps: Mapping[Axis, int]) -> tuple[StateChunk, ...]:
         """One chunk per index into the dimensions outside the blocks."""
         order = self.memory_order
         outside = order[: order.index(self.axes.index(Axis.BLOCK))]
@@ -250,7 +250,7 @@ class StateTensors:
         """Blocks are a page apart."""
         return {Axis.BLOCK: page_nbytes}
 
-    def chunks(self, steps: Mapping[Axis, int]) -> tuple[StateChunk, ...]:
+    def page_chunks(self, steps: Mapping[Axis, int]) -> tuple[StateChunk, ...]:
         """One chunk per state; no step reaches inside the page."""
         del steps
         return tuple(
@@ -258,13 +258,13 @@ class StateTensors:
             for part, (start, state) in zip(self.parts, self._placed(), strict=True)
         )
 
-    def view(
+    def layer_view(
         self, flat: torch.Tensor, offset: int, num_blocks: int, steps: Mapping[Axis, int]
     ) -> LayerView:
         """One tensor of shape ``(num_blocks, *part.shape)`` per state."""
         views: list[torch.Tensor] = []
         for start, state in self._placed():
-            views += [state.view(flat, offset + start, num_blocks, steps)]
+            views += [state.layer_view(flat, offset + start, num_blocks, steps)]
         return views
 
     def _placed(self) -> Iterator[tuple[int, StridedTensor]]:

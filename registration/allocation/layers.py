@@ -87,10 +87,10 @@ class PageContent(Protocol):
     def packed_steps(self, page_nbytes: int) -> Mapping[Axis, int]:
         """The steps of a layer that has an allocation of its own."""
 
-    def chunks(self, steps: Mapping[Axis, int]) -> tuple[AttentionChunk | StateChunk, ...]:
+    def page_chunks(self, steps: Mapping[Axis, int]) -> tuple[AttentionChunk | StateChunk, ...]:
         """Where the page's data lies, counted in bytes from the start of the page."""
 
-    def view(
+    def layer_view(
         self, flat: torch.Tensor, offset: int, num_blocks: int, steps: Mapping[Axis, int]
     ) -> LayerView:
         """The layer's view of ``flat`` (int8, one dimension) from byte ``offset`` on."""

@@ -123,7 +123,7 @@ class StridedTensor:
             return {Axis.BLOCK: page_nbytes}
         return {Axis.BLOCK: self.stride(Axis.BLOCK, {})}
 
-    def view(
+    def layer_view(
         self, flat: torch.Tensor, offset: int, num_blocks: int, steps: Mapping[Axis, int]
     ) -> torch.Tensor:
         """A view of ``flat`` from byte ``offset`` on, in this shape, dtype and memory order.

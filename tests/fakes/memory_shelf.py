@@ -100,7 +100,7 @@ class MemoryShelf:
         row = self._shared.rows.get((namespace, name))
         return None if row is None else row.used_at
 
-    def remove(self, namespace: str, name: RowName) -> int:
+    def remove_row(self, namespace: str, name: RowName) -> int:
         """Remove the row; the bytes that it had, 0 if it was gone."""
         with self._shared.lock:
             row = self._shared.rows.pop((namespace, name), None)

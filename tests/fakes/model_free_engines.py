@@ -204,7 +204,9 @@ class Decode:
         self.cache.write(blocks, bytes(PER_REQUEST * ROW_NBYTES))
         self._blocks[number] = blocks
         self.puller.post(ClaimTicket(str(number), f"decode/{number}", ticket))
-        self.puller.post(ReadBlocks(str(number), Need.of(0, NUM_TOKENS, (BlockList(0, blocks),))))
+        self.puller.post(
+            ReadBlocks(str(number), Need.for_range(0, NUM_TOKENS, (BlockList(0, blocks),)))
+        )
 
     def collect(self) -> None:
         """Answer what has ended."""

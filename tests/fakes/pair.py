@@ -194,7 +194,9 @@ class Pair:
         self.puller.post(ClaimTicket(request, f"here/{self.number}", ticket))
 
     def start_read(self, request: str, ids: tuple[int, ...] = (7, 8, 9)) -> None:
-        self.puller.post(ReadBlocks(request, Need.of(0, 12, (BlockList(0, ids),) * self.groups)))
+        self.puller.post(
+            ReadBlocks(request, Need.for_range(0, 12, (BlockList(0, ids),) * self.groups))
+        )
 
     def pull(self, request: str, ticket: Ticket, ids: tuple[int, ...] = (7, 8, 9)) -> None:
         self.claim(request, ticket)

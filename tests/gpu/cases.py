@@ -70,7 +70,7 @@ class Request:
         """The same for the same case, in any process."""
         theirs = _side(case.theirs, case.their_tp, _THEIRS, seed=1)
         ours = _side(case.ours, case.our_tp, _OURS, seed=2)
-        return cls(theirs, ours, Need.of(case.held, TOKENS, ours.tables))
+        return cls(theirs, ours, Need.for_range(case.held, TOKENS, ours.tables))
 
     def lent(self, rank: int) -> U8:
         """What a rank of the lender holds."""

@@ -30,8 +30,8 @@ def test_views_hold_what_the_lenders_views_held(
         transport = NixlTransport("gpu-decode", huge_pages=False)
         with RegisteredKVMemory(transport, made.references, made.owners) as memory:
             assert {one.device for one in memory.memories} == {device}
-            pairing = Pairing.of(made.references, [one.references for one in ranks], rank)
-            need = Need.of(0, len(OURS) * BLOCK_TOKENS, (BlockList(0, OURS),))
+            pairing = Pairing.between(made.references, [one.references for one in ranks], rank)
+            need = Need.for_range(0, len(OURS) * BLOCK_TOKENS, (BlockList(0, OURS),))
             plan = pairing.plan(need, (BlockList(0, THEIRS),))
             reads = [
                 transport.read(transport.connect(ranks[number].address), spans)

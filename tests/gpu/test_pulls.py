@@ -55,7 +55,7 @@ def pulled(
         with NixlTransport("gpu-decode", huge_pages=False) as transport:
             transport.register([ours.memory])
             theirs = [one.references for one in ranks]
-            pairing = Pairing.of(allocated(request.ours, rank, ours), theirs, rank)
+            pairing = Pairing.between(allocated(request.ours, rank, ours), theirs, rank)
             plan = pairing.plan(request.need, request.theirs.tables)
             reads = [
                 transport.read(transport.connect(ranks[number].address), spans)

@@ -168,7 +168,7 @@ def test_memory_is_unmapped_amid_reads_and_nobody_dies(
 
 def read(transport: NixlTransport, rank: RankGeometry, ours: BytesOn) -> bool:
     """Read the request by a rank's description; whether the transport says that it arrived."""
-    pairing = Pairing.of(allocated(REQUEST.ours, 0, ours), [rank.references], 0)
+    pairing = Pairing.between(allocated(REQUEST.ours, 0, ours), [rank.references], 0)
     [(_, spans)] = pairing.plan(REQUEST.need, REQUEST.theirs.tables).reads
     try:
         peer = transport.connect(rank.address)

@@ -83,8 +83,8 @@ class Engine:
 
 def pull(ours: Engine, theirs: Engine, held: int, until: int, lent: int = 100) -> Plan:
     """Copy what a plan says; the plan."""
-    need = Need.of(held, until, ours.table(until))
-    pairing = Pairing.of(ours.references, [theirs.references])
+    need = Need.for_range(held, until, ours.table(until))
+    pairing = Pairing.between(ours.references, [theirs.references])
     plan = pairing.plan(need, theirs.table(lent))
     for _, spans in plan.reads:
         for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
@@ -95,8 +95,8 @@ def pull(ours: Engine, theirs: Engine, held: int, until: int, lent: int = 100) -
 def expectation(
     ours: Engine, theirs: Engine, held: int, until: int, terms: Terms = TERMS
 ) -> Expected:
-    checks = Checks.of(ours.references, [theirs.references])
-    (expected,) = checks.expect(Need.of(held, until, ours.table(until)), terms)
+    checks = Checks.between(ours.references, [theirs.references])
+    (expected,) = checks.expect(Need.for_range(held, until, ours.table(until)), terms)
     return expected
 
 
@@ -112,7 +112,7 @@ def test_strips_are_the_rows_in_order_whatever_the_layout(layout: str) -> None:
     ids, strips = np.array([3, 9, 3]), np.array([0, 3, 2])
     tensors = engine.references.tensors
     for ref, heads in product(engine.references.groups[0].data, ((4, 2), (5, 1))):
-        cells = Cells.of(engine.references, ref, *heads)
+        cells = Cells.for_heads(engine.references, ref, *heads)
         got = list(AnyMemory().gather(cells, 4, ids, strips))
         import torch
 
@@ -131,7 +131,7 @@ def test_strips_are_the_rows_in_order_whatever_the_layout(layout: str) -> None:
 @pytest.mark.parametrize(("block", "strip"), [(16, 0), (-1, 0), (0, 4), (0, -1)])
 def test_no_byte_outside_the_cache_is_read(block: int, strip: int) -> None:
     engine = Engine("BLNHC")
-    cells = Cells.of(engine.references, engine.references.groups[0].data[0], 4, 2)
+    cells = Cells.for_heads(engine.references, engine.references.groups[0].data[0], 4, 2)
     with pytest.raises(IndexError):
         list(HostMemory().gather(cells, 4, np.array([block]), np.array([strip])))
 
@@ -140,14 +140,14 @@ def test_no_byte_outside_the_cache_is_read(block: int, strip: int) -> None:
 def test_heads_that_a_chunk_lacks_are_refused(heads: tuple[int, int]) -> None:
     engine = Engine()
     with pytest.raises(ValueError, match="heads, expected some of 4 to 5"):
-        Cells.of(engine.references, engine.references.groups[0].data[0], *heads)
+        Cells.for_heads(engine.references, engine.references.groups[0].data[0], *heads)
 
 
 def test_a_piece_is_its_bytes_under_its_name() -> None:
     """The wire depends on this: another formula needs another protocol version."""
     engine = Engine("BHLNC")
     ref = engine.references.groups[0].data[1]
-    cells = Cells.of(engine.references, ref, 5, 1)
+    cells = Cells.for_heads(engine.references, ref, 5, 1)
     units = Units(np.array([7]), np.array([[2]]), np.array([[0]]), 16, 5)
     (rows,) = HostMemory().gather(cells, 16, np.array([2]), np.array([0]))
     seed = int(seeds_of("b", 0, np.array([7]), cells)[0, 0])
@@ -157,7 +157,7 @@ def test_a_piece_is_its_bytes_under_its_name() -> None:
 
 
 def test_every_name_has_a_seed_of_its_own() -> None:
-    cells = Cells.of(Engine().references, Engine().references.groups[0].data[0], 4, 2)
+    cells = Cells.for_heads(Engine().references, Engine().references.groups[0].data[0], 4, 2)
     names = product(("a", "b"), (0, 1))
     seeds = [seeds_of(*name, np.arange(1000), replace(cells, num_heads=8)) for name in names]
     assert len(np.unique(seeds)) == 4 * 1000 * 8
@@ -272,11 +272,11 @@ def test_samples_of_two_groups_differ() -> None:
 
 def test_opaque_blocks_and_few_long_rows_are_units_of_their_own() -> None:
     ref = Engine(block_tokens=48).references.groups[0].data[0]
-    assert Grain.of(ref, 48, 16) == Grain(16, 3, 1)
-    assert Grain.of(ref, 48 * 4, 16) == Grain(4, 12, 4)
-    assert Grain.of(ref, 48 * 128, 16) == Grain(1, 48, 128)
+    assert Grain.for_chunk(ref, 48, 16) == Grain(16, 3, 1)
+    assert Grain.for_chunk(ref, 48 * 4, 16) == Grain(4, 12, 4)
+    assert Grain.for_chunk(ref, 48 * 128, 16) == Grain(1, 48, 128)
     opaque = replace(ref, token_stride=None, token_nbytes=None)
-    assert Grain.of(opaque, 48, 16) == Grain(1, 1, 48)
+    assert Grain.for_chunk(opaque, 48, 16) == Grain(1, 1, 48)
 
 
 def test_an_ask_is_small_and_survives_the_wire() -> None:

@@ -35,7 +35,7 @@ HELD, BOUNDARY, RANKS = 16, 64, 2
 
 def fetching(num_ranks: int = RANKS, now: float = 0.0) -> StoreLoad[str]:
     load = StoreLoad[str]()
-    load.ask(now)
+    load.begin_lookup(now)
     load.found(BOUNDARY, HELD, ROWS)
     load.place(7, num_ranks, now)
     return load
@@ -53,7 +53,7 @@ def test_what_every_rank_has_verified_is_offered_taken_and_its_room_freed_once()
     assert load.offer(HELD) is None, "a rank is still reading"
     assert load.answered((), ()) == [AnsweredInTime()]
     assert load.offer(HELD) == BOUNDARY - HELD
-    assert load.take(BOUNDARY - HELD) == [CopyRows(range(HELD, BOUNDARY))]
+    assert load.take_blocks(BOUNDARY - HELD) == [CopyRows(range(HELD, BOUNDARY))]
     assert load.leave() == [], "what the engine waits for ends by its report"
     assert load.reported() == [FreeRoom()]
     assert (load.state, load.reported()) == (LoadState.OVER, [])
@@ -65,10 +65,10 @@ def test_rows_that_are_not_what_was_saved_are_not_offered(
 ) -> None:
     load = fetching()
     load.answered(missing, damaged)
-    told = DistrustRows(frozenset(missing) - set(damaged), frozenset(damaged))
-    assert load.answered((), ()) == [AnsweredInTime(), told]
+    distrusted = DistrustRows(frozenset(missing) - set(damaged), frozenset(damaged))
+    assert load.answered((), ()) == [AnsweredInTime(), distrusted]
     assert load.offer(HELD) is None
-    assert load.take(BOUNDARY - HELD) == [DropRows(), FreeRoom()]
+    assert load.take_blocks(BOUNDARY - HELD) == [DropRows(), FreeRoom()]
 
 
 @pytest.mark.parametrize(("num_local", "offered"), [(0, None), (15, None), (16, 48), (40, 24)])
@@ -80,7 +80,7 @@ def test_rows_reach_from_what_was_held_to_the_boundary(num_local: int, offered: 
 def test_what_was_not_offered_is_not_taken(num_external: int) -> None:
     load = fetched()
     assert load.offer(HELD) == 48
-    assert load.take(num_external) == [DropRows(), FreeRoom()]
+    assert load.take_blocks(num_external) == [DropRows(), FreeRoom()]
     assert load.is_over
 
 
@@ -89,33 +89,33 @@ def test_a_load_that_is_left_while_ranks_read_keeps_its_room_until_they_have_ans
     assert load.leave() == [DropRows()]
     assert load.is_over
     assert load.answered((), ()) == []
-    assert load.answered((), ()) == [FreeRoom()], "and nobody waited for the shelf"
+    assert load.answered((), ()) == [FreeRoom()], "and no request waited for the shelf"
 
 
 def test_a_look_up_goes_on_when_its_request_gets_blocks() -> None:
     """Its keys are those of the rows that are saved."""
     load = StoreLoad[str]()
-    load.ask(0.0)
-    assert load.take(0) == []
+    load.begin_lookup(0.0)
+    assert load.take_blocks(0) == []
     assert load.is_looking
 
 
 def test_what_was_promised_and_is_gone_is_reported_failed() -> None:
     failing = StoreLoad[str]()
-    assert failing.fail() == [FailRequest()]
-    assert failing.fail() == []
+    assert failing.fail_request() == [FailRequest()]
+    assert failing.fail_request() == []
     assert failing.reported() == []
     assert failing.state is LoadState.OVER
 
 
 def test_each_step_has_its_own_patience() -> None:
     load = StoreLoad[str]()
-    load.ask(1.0)
-    assert (load.waited_s(3.0), load.most_s) == (2.0, LOOKUP_S)
+    load.begin_lookup(1.0)
+    assert (load.seconds_waited(3.0), load.most_s) == (2.0, LOOKUP_S)
     load.found(BOUNDARY, HELD, ROWS)
-    assert (load.waited_s(4.0), load.most_s) == (3.0, LOOKUP_S), "with the wait for room"
+    assert (load.seconds_waited(4.0), load.most_s) == (3.0, LOOKUP_S), "with the wait for room"
     load.place(1, RANKS, 5.0)
-    assert (load.waited_s(6.0), load.most_s) == (1.0, FETCH_S)
+    assert (load.seconds_waited(6.0), load.most_s) == (1.0, FETCH_S)
 
 
 # Every order of events
@@ -139,9 +139,9 @@ class OffersDamaged(StoreLoad[str]):
 class TakesAnything(StoreLoad[str]):
     """Brings what it was asked for, whatever it has offered."""
 
-    def take(self, num_external: int) -> list[Effect[str]]:
+    def take_blocks(self, num_external: int) -> list[Effect[str]]:
         self._local = self.boundary - num_external
-        return super().take(num_external)
+        return super().take_blocks(num_external)
 
 
 class ForgetsItsRoom(StoreLoad[str]):
@@ -154,7 +154,7 @@ class ForgetsItsRoom(StoreLoad[str]):
 
 @dataclass
 class Room:
-    """The world of one load: its room, ranks that read, and what the engine was told."""
+    """The world of one load: its room, ranks that read, and what was promised to the engine."""
 
     left: int = 0
     is_taken: bool = False
@@ -211,7 +211,7 @@ class LoadMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.load.state is LoadState.NEW)
     @rule()
     def ask(self) -> None:
-        self.load.ask(0.0)
+        self.load.begin_lookup(0.0)
 
     @precondition(lambda self: self.load.state is LoadState.LOOKING)
     @rule()
@@ -243,7 +243,7 @@ class LoadMachine(RuleBasedStateMachine):
     @rule(num_external=st.one_of(st.just(0), st.integers(1, BOUNDARY)), as_offered=st.booleans())
     def take(self, num_external: int, as_offered: bool) -> None:
         offered = self.world.offered or 0
-        self.perform(self.load.take(max(0, offered) if as_offered else num_external))
+        self.perform(self.load.take_blocks(max(0, offered) if as_offered else num_external))
 
     @precondition(lambda self: not self.load.is_over)
     @rule()
@@ -253,7 +253,7 @@ class LoadMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.load.state is LoadState.NEW)
     @rule()
     def fail(self) -> None:
-        self.perform(self.load.fail())
+        self.perform(self.load.fail_request())
 
     @rule()
     def report(self) -> None:
@@ -271,7 +271,7 @@ class LoadMachine(RuleBasedStateMachine):
             self.perform(self.load.answered((), ()))
         self.perform(self.load.reported())
         assert self.load.is_over
-        assert not self.world.is_taken, "room that is nobody's"
+        assert not self.world.is_taken, "room of no load"
 
 
 @pytest.mark.hypothesis

@@ -17,7 +17,7 @@ AT = NUM_BLOCKS - 1
 def pairing() -> Pairing:
     """One group of blocks of four tokens on both sides."""
     ours, theirs = (Cache("BHLNC", filled=False).references for _ in range(2))
-    return Pairing.of(ours, [theirs])
+    return Pairing.between(ours, [theirs])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_refused_is_named(
     message: str,
 ) -> None:
     with pytest.raises(PlanningError) as refused:
-        pairing.plan(Need.of(0, 12, ours), theirs)
+        pairing.plan(Need.for_range(0, 12, ours), theirs)
     assert type(refused.value) is kind
     assert str(refused.value) == message
 
@@ -67,6 +67,6 @@ def test_the_last_block_is_in_range_and_what_is_not_needed_is_not_looked_at(
 ) -> None:
     """Control: the same lists, one id lower, or with the bad id behind what is wanted."""
     [only] = last
-    assert pairing.plan(Need.of(0, 12, last), last).num_runs > 0
+    assert pairing.plan(Need.for_range(0, 12, last), last).num_runs > 0
     behind = (BlockList(0, (*only.ids, AT + 1)),)
-    assert pairing.plan(Need.of(0, 12, last), behind).num_runs > 0
+    assert pairing.plan(Need.for_range(0, 12, last), behind).num_runs > 0

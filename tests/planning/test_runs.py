@@ -42,18 +42,18 @@ def planned(num_blocks: int) -> Plan:
     """A prompt of so many blocks, in two engines with three groups."""
     ours, theirs = hybrid(1), hybrid(2)
     tokens = num_blocks * BLOCK
-    need = Need.of(0, tokens, tables(ours, tokens, BLOCKS, seed=1))
-    return Pairing.of(ours, [theirs]).plan(need, tables(theirs, tokens, BLOCKS, seed=2))
+    need = Need.for_range(0, tokens, tables(ours, tokens, BLOCKS, seed=1))
+    return Pairing.between(ours, [theirs]).plan(need, tables(theirs, tokens, BLOCKS, seed=2))
 
 
 def test_groups_that_overlay_each_other_are_laid_out_at_once() -> None:
-    assert len(alike(Pairing.of(hybrid(1), [hybrid(2)]).templates)) == 1
+    assert len(alike(Pairing.between(hybrid(1), [hybrid(2)]).templates)) == 1
 
 
 def test_groups_whose_blocks_differ_are_not() -> None:
     """Negative control: other heads, hence other bytes of a head."""
-    [first, second] = alike(Pairing.of(hybrid(1), [hybrid(2)]).templates[:1]) + alike(
-        Pairing.of(hybrid(1, (2, 2, 1)), [hybrid(2, (2, 2, 1))]).templates[2:]
+    [first, second] = alike(Pairing.between(hybrid(1), [hybrid(2)]).templates[:1]) + alike(
+        Pairing.between(hybrid(1, (2, 2, 1)), [hybrid(2, (2, 2, 1))]).templates[2:]
     )
     assert first.rows != second.rows
     assert len(alike((first.template, second.template))) == 2

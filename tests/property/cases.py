@@ -29,7 +29,7 @@ class Case:
     rank: int
 
     def pairing(self) -> Pairing:
-        return Pairing.of(self.ours.ranks[self.rank], self.theirs.ranks, self.rank)
+        return Pairing.between(self.ours.ranks[self.rank], self.theirs.ranks, self.rank)
 
     def plan(self) -> Plan:
         return self.pairing().plan(self.need, self.theirs.tables)

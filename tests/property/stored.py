@@ -172,7 +172,7 @@ class Store:
         return _joined(list(pairing.spans_to_load(need, rows)))
 
     def gaps(self, pairing: RowPairing, need: Need) -> Iterator[Gaps]:
-        return pairing.gaps(need)
+        return pairing.gaps_of_load(need)
 
     # The two ways of a byte
 
@@ -210,7 +210,7 @@ class Store:
             at: np.full_like(it, UNTOUCHED) for at, it in case.reader.labels(rank, False).items()
         }
         times = {at: np.zeros_like(it) for at, it in got.items()}
-        need = Need.of(case.held, case.boundary, case.reader.tables)
+        need = Need.for_range(case.held, case.boundary, case.reader.tables)
         needed = rows_needed(case.layout, case.held, case.boundary)
         own = self.share(references)
         left = unsaved_layers(references, [_of(own, kind) for kind in RowKind])

@@ -131,8 +131,8 @@ class Pull:
         case = self.case
         ours, theirs = case.ours.ranks[case.rank], case.theirs.ranks
         self.ours = Bytes(ours, seed=99)
-        self.expected = Checks.of(ours, theirs, case.rank).expect(case.need, self.terms)
-        sources = Pairing.of(ours, theirs, case.rank).ranks
+        self.expected = Checks.between(ours, theirs, case.rank).expect(case.need, self.terms)
+        sources = Pairing.between(ours, theirs, case.rank).ranks
         self.theirs = {rank: Bytes(theirs[rank], rank) for rank in range(len(theirs))}
         self.lent = {
             rank: lent_sums(self.theirs[rank], theirs[rank], case.theirs.tables, self.terms)

@@ -97,7 +97,7 @@ def _holes_ignored(case: Case) -> Plan:
 def _other_replicas(case: Case) -> Plan:
     """Take the ranks of the peer in another order than they announced."""
     ranks = case.theirs.ranks
-    pairing = Pairing.of(case.ours.ranks[case.rank], [*ranks[1:], ranks[0]], case.rank)
+    pairing = Pairing.between(case.ours.ranks[case.rank], [*ranks[1:], ranks[0]], case.rank)
     return pairing.plan(case.need, case.theirs.tables)
 
 

@@ -20,7 +20,7 @@ HELD_S = 0.1
 def read(pair: Pair, request: str, point: Point | None) -> None:
     ticket = pair.lend(f"lent-{request}")
     pair.claim(request, ticket)
-    pair.puller.post(ReadBlocks(request, Need.of(0, 12, BLOCKS)), point)
+    pair.puller.post(ReadBlocks(request, Need.for_range(0, 12, BLOCKS)), point)
 
 
 def test_blocks_are_read_into_after_the_point_and_not_before() -> None:

@@ -179,7 +179,7 @@ def test_a_claim_lost_when_its_blocks_are_known_is_a_failed_pull() -> None:
         assert pair.problems(1) == [None]
         pair.lender.close()
         pair.wait(lambda: pair.puller.take_counts().get("pulls_unreachable"))
-        pair.puller.post(ReadBlocks("d", Need.of(0, 12, (BlockList(0, (7, 8, 9)),))))
+        pair.puller.post(ReadBlocks("d", Need.for_range(0, 12, (BlockList(0, (7, 8, 9)),))))
         assert "side channel" in str(pair.outcome_of("d"))
         assert num_open(pair.puller) == 0
 

@@ -74,7 +74,7 @@ def rows(pair: Pair, group: int, block: int) -> NDArray[np.uint8]:
     return np.concatenate(found, axis=1)
 
 
-NEED = Need.of(0, NUM_TOKENS, (BlockList(0, (3, 5)), BlockList(0, (6, 2))))
+NEED = Need.for_range(0, NUM_TOKENS, (BlockList(0, (3, 5)), BlockList(0, (6, 2))))
 """The window of token 100 begins with token 41; their blocks of 16 are read from 32 to 111."""
 
 
@@ -103,7 +103,7 @@ def test_no_byte_of_another_block_is_zeroed(pair: Pair) -> None:
 
 def test_a_block_that_is_held_stays_as_it_is(pair: Pair) -> None:
     """A prefix: the first block is another request's, too, and only the second is filled."""
-    pull(pair, Need.of(OURS, NUM_TOKENS, NEED.blocks))
+    pull(pair, Need.for_range(OURS, NUM_TOKENS, NEED.blocks))
     for group, held in ((0, 3), (1, 6)):
         assert (rows(pair, group, held) == STALE).all()
     assert not rows(pair, 0, 5)[112 - OURS :].any()

@@ -214,11 +214,11 @@ def test_numbers_beyond_63_bits_are_refused() -> None:
 def test_a_plan_of_too_many_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (Cache("LBHNC", filled=False).references for _ in range(2))
     blocks = (BlockList(0, (3, 9, 5)),)
-    pairing = Pairing.of(ours, [theirs])
-    assert pairing.plan(Need.of(0, 12, blocks), blocks).num_runs == 6
+    pairing = Pairing.between(ours, [theirs])
+    assert pairing.plan(Need.for_range(0, 12, blocks), blocks).num_runs == 6
     monkeypatch.setattr(planning, "MAX_RUNS", 5)
     with pytest.raises(TooManyRuns, match="at most 5, got 6"):
-        pairing.plan(Need.of(0, 12, blocks), blocks)
+        pairing.plan(Need.for_range(0, 12, blocks), blocks)
 
 
 @pytest.mark.parametrize("change", [{"prompt": "another"}, {"num_tokens": 11}])

@@ -83,7 +83,7 @@ def test_one_rank_that_fails_fails_its_request_and_no_other(
         ticket = pair.lend(f"lent-{request}")
         for puller in pullers:
             puller.post(ClaimTicket(request, f"{request}/pull", ticket))
-            puller.post(ReadBlocks(request, Need.of(0, 12, (BlockList(0, ids),))))
+            puller.post(ReadBlocks(request, Need.for_range(0, 12, (BlockList(0, ids),))))
         reported |= joined(pullers, aggregator, {request})
     assert reported == {"bad": True, "good": False}
     pair.wait(lambda: pair.lender.counts["freed_read"] == 2)

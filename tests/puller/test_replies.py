@@ -49,7 +49,7 @@ def test_replies_before_the_message_that_closes_a_peer_count(rank: OneRank) -> N
     for request in ("of a", "too"):
         if request == "too":
             rank.claim(request, "a")
-        rank.pulls.apply_command(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
+        rank.pulls.apply_command(ReadBlocks(request, Need.for_range(0, 12, BLOCKS)))
     rank.hear(
         "a",
         Refused(1, "of a", "of a", RefusalReason.EXPIRED, "the lease has expired"),

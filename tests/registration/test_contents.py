@@ -20,12 +20,12 @@ from tests.registration.layer_pages import BLOCKS, KV, B, C, H, N, attention, fu
 
 def test_keys_and_values_inside_a_token_are_one_chunk() -> None:
     fused = AttentionTensor((BLOCKS, 4, 2, 2, 3), (B, N, H, KV, C), (0, 2, 1, 3, 4), torch.int8)
-    assert fused.chunks({B: 48}) == (AttentionChunk(2, 24, 24, 6, 6),)
+    assert fused.page_chunks({B: 48}) == (AttentionChunk(2, 24, 24, 6, 6),)
 
 
 def test_keys_and_values_that_lie_apart_in_a_page_are_two_chunks() -> None:
     apart = AttentionTensor((BLOCKS, 2, 4, 2, 3), (B, KV, N, H, C), (0, 1, 2, 3, 4), torch.int8)
-    assert apart.chunks({B: 48}) == (
+    assert apart.page_chunks({B: 48}) == (
         AttentionChunk(2, 12, 3, 6, 3),
         AttentionChunk(2, 12, 3, 6, 3, offset=24),
     )
@@ -33,12 +33,12 @@ def test_keys_and_values_that_lie_apart_in_a_page_are_two_chunks() -> None:
 
 def test_a_head_whose_content_the_tokens_cut_through_is_opaque() -> None:
     paged = AttentionTensor((BLOCKS, 2, 3, 4, 8), (B, H, C, N, C), (0, 1, 2, 3, 4), torch.int8)
-    assert paged.chunks({B: 192}) == (AttentionChunk(2, 96, 96, None, None),)
+    assert paged.page_chunks({B: 192}) == (AttentionChunk(2, 96, 96, None, None),)
 
 
 def test_a_head_without_a_token_axis_is_opaque() -> None:
     packed = AttentionTensor((BLOCKS, 2, 12), (B, H, C), (0, 1, 2), torch.int8)
-    assert packed.chunks({B: 24}) == (AttentionChunk(2, 12, 12, None, None),)
+    assert packed.page_chunks({B: 24}) == (AttentionChunk(2, 12, 12, None, None),)
 
 
 def test_heads_whose_bytes_are_scattered_are_refused() -> None:
@@ -50,8 +50,8 @@ def test_dimensions_of_one_do_not_decide_a_memory_order() -> None:
     odd = AttentionTensor((1, BLOCKS, 1, 4, 3), (KV, B, H, N, C), (0, 1, 4, 2, 3), torch.int8)
     single = AttentionTensor((1, BLOCKS, 4, 3), (KV, B, N, C), (0, 1, 2, 3), torch.int8)
     assert single.shares_rows
-    assert single.chunks({B: 12}) == (AttentionChunk(1, 12, 12, 3, 3),)
-    assert odd.chunks({B: 12}) == (AttentionChunk(1, 12, 12, None, None),)
+    assert single.page_chunks({B: 12}) == (AttentionChunk(1, 12, 12, 3, 3),)
+    assert odd.page_chunks({B: 12}) == (AttentionChunk(1, 12, 12, None, None),)
 
 
 def test_an_opaque_tensor_has_no_axis_with_a_meaning() -> None:
@@ -119,4 +119,4 @@ def test_empty_states_and_negative_heads_are_refused() -> None:
 
 def test_the_parts_of_a_state_that_ranks_divide_are_heads_of_its_chunk() -> None:
     states = StateTensors((StateTensor((4, 3), torch.int8, 4, 8), StateTensor((2,), torch.int8)))
-    assert states.chunks({B: 14}) == (StateChunk(12, 0, 4, 8), StateChunk(2, 12))
+    assert states.page_chunks({B: 14}) == (StateChunk(12, 0, 4, 8), StateChunk(2, 12))

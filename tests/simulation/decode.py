@@ -202,7 +202,7 @@ class Decode:
             return
         request.blocks = tuple(self.free.pop() for _ in range(count))
         request.waiting = set(range(len(self.ranks)))
-        need = Need.of(0, request.ticket.num_tokens, (BlockList(0, request.blocks),))
+        need = Need.for_range(0, request.ticket.num_tokens, (BlockList(0, request.blocks),))
         for rank in self.ranks:
             rank.pulls.apply_command(ReadBlocks(name, need))
             rank.turn()

@@ -15,12 +15,12 @@ SIZES = st.builds(ShareSizes, st.integers(1, 5), st.integers(0, 30))
 
 def fitting(world: World, sizes: ShareSizes, staging: int, held: int) -> Fitting:
     tokens = range(held, max(held, world.limit))
-    return Fitting.of(world.layout, sizes, staging, tokens, world.has)
+    return Fitting.largest(world.layout, sizes, staging, tokens, world.has)
 
 
 def needed(world: World, sizes: ShareSizes, held: int, boundary: int) -> int:
     """Bytes of staging for the rows between ``held`` and ``boundary``."""
-    return sizes.of_rows(rows_needed(world.layout, held, boundary))
+    return sizes.staging_nbytes(rows_needed(world.layout, held, boundary))
 
 
 def tried(world: World, sizes: ShareSizes, staging: int, held: int) -> tuple[int, int]:
@@ -73,6 +73,6 @@ def test_a_long_prompt_that_is_cut_is_not_looked_for_block_by_block() -> None:
         asked += 1
         return True
 
-    found = Fitting.of(layout(section()), ShareSizes(1, 0), 16, range(4096 * SIZE), has)
+    found = Fitting.largest(layout(section()), ShareSizes(1, 0), 16, range(4096 * SIZE), has)
     assert found.boundary == 16 * SIZE
     assert asked == 4096 + 16

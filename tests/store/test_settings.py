@@ -21,9 +21,9 @@ def test_a_bucket_is_read_with_its_server() -> None:
     given = {**OBJ, "endpoint": "http://10.0.0.9:9000/", "region": "eu-central-1"}
     settings = read_store_settings(given)
     assert (settings.bucket, settings.endpoint) == ("rows/kv", "http://10.0.0.9:9000")
-    place = BucketPlace.of("rows/kv", settings.endpoint, settings.region)
+    place = BucketPlace.from_path("rows/kv", settings.endpoint, settings.region)
     assert place == BucketPlace("rows", "kv/", "http://10.0.0.9:9000", "eu-central-1")
-    assert BucketPlace.of("rows", None, None) == BucketPlace("rows", "", None, None)
+    assert BucketPlace.from_path("rows", None, None) == BucketPlace("rows", "", None, None)
 
 
 def test_the_shelf_obj_needs_a_bucket() -> None:

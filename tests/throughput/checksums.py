@@ -89,8 +89,8 @@ def measured(layout: str, block_tokens: int, sampled: bool, nbytes: int, times: 
     read = HostMemory()
     lender_s = timed(lambda: lent_sums(read, references, blocks, terms), times)
     lent = lent_sums(read, references, blocks, terms)
-    need = Need.of(0, terms.num_tokens, blocks)
-    (expected,) = Checks.of(references, [references]).expect(need, terms)
+    need = Need.for_range(0, terms.num_tokens, blocks)
+    (expected,) = Checks.between(references, [references]).expect(need, terms)
     reader_s = timed(lambda: expected.ours(read), times)
     answer_s = timed(lambda: [lent.answer(ask) for ask in expected.asks], times)
     covered = expected.nbytes

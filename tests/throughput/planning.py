@@ -136,8 +136,8 @@ def timed(work: Callable[[], object], times: int) -> tuple[float, float]:
 def plan_row(layout: str, tokens: int, bound_ms: float, times: int) -> Row:
     blocks = 2 * tokens // BLOCK + 4096
     ours, theirs = (gemma(layout, 1, 0, blocks, at) for at in range(2))
-    pairing = Pairing.of(ours, [theirs])
-    need = Need.of(0, tokens, tables(ours, tokens, blocks, seed=1))
+    pairing = Pairing.between(ours, [theirs])
+    need = Need.for_range(0, tokens, tables(ours, tokens, blocks, seed=1))
     lent = tables(theirs, tokens, blocks, seed=2)
     median, worst = timed(lambda: pairing.plan(need, lent), times)
     runs = pairing.plan(need, lent).num_runs
@@ -147,8 +147,8 @@ def plan_row(layout: str, tokens: int, bound_ms: float, times: int) -> Row:
 def template_row(layout: str, tp: int, our_tp: int, times: int) -> Row:
     ours = gemma(layout, our_tp, 0, 4096, at=tp)
     theirs = [gemma(layout, tp, rank, 4096) for rank in range(tp)]
-    median, worst = timed(lambda: Pairing.of(ours, theirs), times)
-    runs = sum(len(template.nbytes) for template in Pairing.of(ours, theirs).templates)
+    median, worst = timed(lambda: Pairing.between(ours, theirs), times)
+    runs = sum(len(template.nbytes) for template in Pairing.between(ours, theirs).templates)
     return Row(f"template, {tp} ranks to {our_tp}, {layout}", runs, median, worst, 50.0)
 
 
@@ -165,8 +165,8 @@ def memory_row(layout: str, tokens: int) -> PlanMemory:
 def plan_memory(layout: str, tokens: int, blocks: int) -> tuple[int, int]:
     """Runs of one plan and the peak bytes that it allocates, in caches of ``blocks`` blocks."""
     ours, theirs = (gemma(layout, 1, 0, blocks, at) for at in range(2))
-    pairing = Pairing.of(ours, [theirs])
-    need = Need.of(0, tokens, tables(ours, tokens, CACHES[0], seed=1))
+    pairing = Pairing.between(ours, [theirs])
+    need = Need.for_range(0, tokens, tables(ours, tokens, CACHES[0], seed=1))
     lent = tables(theirs, tokens, CACHES[0], seed=2)
     tracemalloc.start()
     try:

@@ -127,12 +127,12 @@ class StoredEngine:
         for rank in self.ranks.rank_stores:
             with touches_nothing():  # the worker's hooks
                 for command in metadata.store:
-                    rank.post(command)
+                    rank.post_command(command)
                 rank.after_pass()
                 rank.take_loaded()
                 rank.take_load_failures()
-                results += rank.results()
-                rank.take_counts()
+                results += rank.take_results()
+                rank.take_rank_counts()
         with touches_nothing():
             self.store.note_results(results)
 
@@ -152,7 +152,7 @@ def engine(tmp_path: Path) -> Iterator[StoredEngine]:
 
 
 def committed(engine: StoredEngine) -> int:
-    return engine.ranks.store.take_counts().get("store_rows_committed", 0)
+    return engine.ranks.store.take_store_counts().get("store_rows_committed", 0)
 
 
 @pytest.mark.parametrize("skips", [False, True], ids=["looked up", "not looked up"])

@@ -1,4 +1,4 @@
-"""Stored rows are told in vLLM's own hashes: against the events of vLLM's own block pool."""
+"""Stored rows are announced in vLLM's own hashes: against the events of vLLM's own block pool."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def of_the_pool(asked: Request, num_tokens: int) -> list[BlockStored]:
 
 def take_all(events: StoreEvents) -> list[Any]:
     taken: list[Any] = []
-    while some := events.take():
+    while some := events.next_events():
         taken += some
     return taken
 
@@ -159,8 +159,8 @@ def test_blocks_are_told_as_the_block_pool_tells_them(more: dict[str, Any]) -> N
     tokens = prompt(4 * ROW + 9)
     asked, events = request(tokens, **more), make()
     names = rows(tokens) + rows(tokens, RowKind.WA)
-    events.saving(asked, names)
-    events.told(names, [])
+    events.note_saving(asked, names)
+    events.note_rows(names, [])
     ours = {piece for event in take_all(events) for piece in pieces(event)}
     theirs = [piece for event in of_the_pool(asked, 4 * ROW) for piece in pieces(event)]
     full = {piece for piece in theirs if piece[0] != 2}
@@ -191,8 +191,8 @@ def test_media_in_a_prompt_are_told_as_extra_keys() -> None:
     position = SimpleNamespace(offset=ROW + 5, length=40)
     media = SimpleNamespace(identifier="picture", mm_position=position, data=None, modality="image")
     asked, events = request(tokens, mm_features=[media]), make()
-    events.saving(asked, rows(tokens))
-    events.told(rows(tokens), [])
+    events.note_saving(asked, rows(tokens))
+    events.note_rows(rows(tokens), [])
     ours = {piece for event in take_all(events) for piece in pieces(event)}
     theirs = {piece for event in of_the_pool(asked, 3 * ROW) for piece in pieces(event)}
     assert ours == {piece for piece in theirs if piece[0] != 2}
@@ -201,7 +201,7 @@ def test_media_in_a_prompt_are_told_as_extra_keys() -> None:
 
 def test_every_event_is_of_one_row_and_describes_its_group() -> None:
     tokens, events = prompt(3 * ROW), make()
-    events.serving(request(tokens), rows(tokens) + rows(tokens, RowKind.WA)[-1:])
+    events.note_hit(request(tokens), rows(tokens) + rows(tokens, RowKind.WA)[-1:])
     taken = take_all(events)
     shapes = [(e.group_idx, len(e.token_ids), e.block_size) for e in taken]
     assert shapes == [(0, ROW, 16), (1, ROW, 32)] * 3 + [(2, 32, 16)]
@@ -213,36 +213,36 @@ def test_every_event_is_of_one_row_and_describes_its_group() -> None:
 def test_rows_are_told_once_they_are_committed_and_not_before() -> None:
     tokens, events = prompt(2 * ROW), make()
     asked, names = request(tokens), rows(tokens)
-    events.saving(asked, names)
-    assert events.take() == []
-    events.told(names[:1], [])
+    events.note_saving(asked, names)
+    assert events.next_events() == []
+    events.note_rows(names[:1], [])
     assert len(said(take_all(events))[0]) == 4
-    events.told(names[:1], [])
-    assert events.take() == []
+    events.note_rows(names[:1], [])
+    assert events.next_events() == []
 
 
 def test_a_row_of_a_request_that_is_not_known_is_not_told() -> None:
     events = make()
-    events.told(rows(prompt(ROW)), rows(prompt(ROW, 1)))
+    events.note_rows(rows(prompt(ROW)), rows(prompt(ROW, 1)))
     assert take_all(events) == []
 
 
 def test_removals_name_exactly_what_was_told() -> None:
     tokens, events = prompt(4 * ROW), make()
     full, windowed = rows(tokens), rows(tokens, RowKind.WA)
-    events.serving(request(tokens), full + windowed)
+    events.note_hit(request(tokens), full + windowed)
     before = take_all(events)
-    events.told([], windowed)
+    events.note_rows([], windowed)
     after = take_all(events)
     assert all(isinstance(event, BlockRemoved) and event.group_idx == 2 for event in after)
-    events.told([], full[2:])
+    events.note_rows([], full[2:])
     after += take_all(events)
     held = said(before + after)
     theirs = {
         event.group_idx: event.block_hashes for event in of_the_pool(request(tokens), 2 * ROW)
     }
     assert held == {0: theirs[0], 1: theirs[1], 2: []}
-    events.told([], full + windowed)
+    events.note_rows([], full + windowed)
     assert all(not blocks for blocks in said(before + after + take_all(events)).values())
     assert len(events) == 0
 
@@ -257,37 +257,37 @@ def test_a_removal_of_the_wrong_kind_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_a_row_that_is_served_again_is_told_again_after_a_while() -> None:
     clock, tokens = Clock(), prompt(2 * ROW)
     events, asked = make(clock), request(tokens)
-    events.serving(asked, rows(tokens))
+    events.note_hit(asked, rows(tokens))
     assert len(take_all(events)) == 4
-    events.serving(asked, rows(tokens))
+    events.note_hit(asked, rows(tokens))
     assert take_all(events) == []
     clock.now += module.AGAIN_S
-    events.serving(asked, rows(tokens))
+    events.note_hit(asked, rows(tokens))
     assert len(take_all(events)) == 4
 
 
 def test_a_reset_removes_all_that_was_told_and_nothing_on_its_way_is_told_after_it() -> None:
     tokens, other, events = prompt(70 * ROW), prompt(ROW, 1), make()
-    events.serving(request(tokens), rows(tokens))
+    events.note_hit(request(tokens), rows(tokens))
     before = take_all(events)
-    events.saving(request(other), rows(other))
-    events.cleared(engine_announces=False)
-    events.told(rows(other), [])
+    events.note_saving(request(other), rows(other))
+    events.note_reset(engine_announces=False)
+    events.note_rows(rows(other), [])
     after = take_all(events)
     assert all(isinstance(event, BlockRemoved) for event in after)
     assert all(not blocks for blocks in said(before + after).values())
-    events.serving(request(tokens), rows(tokens)[:1])
+    events.note_hit(request(tokens), rows(tokens)[:1])
     assert len(take_all(events)) == 2
 
 
 def test_a_reset_that_the_engine_tells_of_is_not_told_again() -> None:
     tokens, events = prompt(3 * ROW), make()
-    events.serving(request(tokens), rows(tokens))
+    events.note_hit(request(tokens), rows(tokens))
     take_all(events)
-    events.cleared(engine_announces=True)
-    events.told([], rows(tokens))
+    events.note_reset(engine_announces=True)
+    events.note_rows([], rows(tokens))
     assert (take_all(events), len(events)) == ([], 0)
-    events.serving(request(tokens), rows(tokens))
+    events.note_hit(request(tokens), rows(tokens))
     assert len(take_all(events)) == 6
 
 
@@ -295,11 +295,11 @@ def test_forgotten_rows_are_told_as_removed_and_the_beginning_of_a_prompt_is_for
     None
 ):
     tokens, events = prompt(4 * ROW), make(max_rows=4)
-    events.serving(request(tokens), rows(tokens))
+    events.note_hit(request(tokens), rows(tokens))
     taken = take_all(events)
-    events.serving(request(tokens), rows(tokens))
+    events.note_hit(request(tokens), rows(tokens))
     other = prompt(2 * ROW, 1)
-    events.serving(request(other), rows(other))
+    events.note_hit(request(other), rows(other))
     taken += take_all(events)
     assert len(events) == 4
     theirs = {
@@ -310,9 +310,9 @@ def test_forgotten_rows_are_told_as_removed_and_the_beginning_of_a_prompt_is_for
 
 def test_one_step_tells_a_few_rows_and_the_next_ones_the_rest() -> None:
     tokens, events = prompt(300 * ROW), make()
-    events.serving(request(tokens), rows(tokens))
+    events.note_hit(request(tokens), rows(tokens))
     steps = []
-    while some := events.take():
+    while some := events.next_events():
         steps.append(len(some) // 2)
     assert sum(steps) == 300
     assert max(steps) <= module.ROWS_AT_ONCE
@@ -321,26 +321,26 @@ def test_one_step_tells_a_few_rows_and_the_next_ones_the_rest() -> None:
 def test_rows_that_are_never_committed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NOTED", 3)
     tokens, events = prompt(8 * ROW), make()
-    events.saving(request(tokens), rows(tokens))
-    events.told(rows(tokens), [])
+    events.note_saving(request(tokens), rows(tokens))
+    events.note_rows(rows(tokens), [])
     assert len(take_all(events)) == 2 * 3
 
 
 def test_a_row_whose_hashes_are_not_there_yet_is_left_out() -> None:
     tokens, events = prompt(2 * ROW), make()
-    events.serving(request(tokens[: ROW + 40]), rows(tokens))
+    events.note_hit(request(tokens[: ROW + 40]), rows(tokens))
     assert len(take_all(events)) == 2
 
 
 def test_hashes_are_bytes_where_vllm_publishes_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     tokens, events = prompt(2 * ROW), make()
-    events.serving(request(tokens), rows(tokens))
+    events.note_hit(request(tokens), rows(tokens))
     theirs = {
         event.group_idx: event.block_hashes for event in of_the_pool(request(tokens), 2 * ROW)
     }
     taken = take_all(events)
-    events.told([], rows(tokens)[1:])
+    events.note_rows([], rows(tokens)[1:])
     assert said(taken + take_all(events)) == {0: theirs[0][:4], 1: theirs[1][:2]}
     assert isinstance(theirs[0][0], bytes)
 
@@ -368,14 +368,14 @@ def test_a_router_counts_stored_rows_as_the_store_would_serve_them() -> None:
         found = caches.lookup(asked, NOTHING).pods["engine"]
         return found.tokens, found.score
 
-    events.serving(request(tokens), full[:2] + windowed[:1])
+    events.note_hit(request(tokens), full[:2] + windowed[:1])
     assert hit(tokens) == (ROW, 0.5 * ROW / HASH)
-    events.serving(request(tokens), windowed[1:2])
+    events.note_hit(request(tokens), windowed[1:2])
     assert hit(tokens) == (2 * ROW, 0.5 * 2 * ROW / HASH)
     # A prompt that parts inside the second row: the store has no row of it there.
     assert hit(tokens[: ROW + 48] + prompt(ROW, 9))[0] == ROW
     assert hit(tokens[: 2 * ROW])[0] == ROW, "the last token is computed, and rows are whole"
-    events.told([], windowed[1:2])
+    events.note_rows([], windowed[1:2])
     assert hit(tokens)[0] == ROW
-    events.cleared(engine_announces=False)
+    events.note_reset(engine_announces=False)
     assert hit(tokens) == (0, 0.0)

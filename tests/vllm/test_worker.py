@@ -95,7 +95,7 @@ def test_an_engine_that_drafts_waits_for_its_drafter(
     tensor = SimpleNamespace(device=gpu)
     worker._memory = SimpleNamespace(references=SimpleNamespace(tensors=(tensor,)))
     worker._puller, worker._store = pulled, loaded = Posted(), Posted()
-    need = Need.of(0, 12, (BlockList(0, (6, 7, 8)),))
+    need = Need.for_range(0, 12, (BlockList(0, (6, 7, 8)),))
     with Pair() as pair:
         claim = ClaimTicket("r", "here/1", pair.lend("lent"))
     worker.apply(PdMetadata([claim, ReadBlocks("r", need)], store=[LoadRows(1, "s", need)]))

@@ -87,7 +87,7 @@ class RowCount:
     wa: int
 
     def plus(self, nbytes: int, kind: RowKind) -> RowCount:
-        """With one more row, or one less where ``nbytes`` is negative; never below 0."""
+        """The count with one more row, or one less if ``nbytes`` is negative; never below 0."""
         wa = nbytes if kind is RowKind.WA else 0
         return RowCount(max(0, self.committed + nbytes), max(0, self.wa + wa))
 
@@ -173,7 +173,7 @@ def parse_news(data: bytes) -> list[StoredRow]:
     for line in data.decode(errors="replace").splitlines():
         try:
             namespace, kind, file_name, nbytes, used_at = line.split(" ")
-            name = RowName.parse(RowKind(kind), file_name)
+            name = RowName.from_file_name(RowKind(kind), file_name)
             if name is not None:
                 found.append(StoredRow(namespace, name, int(nbytes), float(used_at)))
         except ValueError:
@@ -254,13 +254,13 @@ class Accounts:
     # Writing
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve up to ``nbytes``; those granted.  The rest is noted for the evictor."""
+        """Reserve up to ``nbytes``.  Returns those granted; the evictor is to free the rest."""
         with self._locked():
             granted = min(nbytes, self._usage().free)
             self._write_own(granted, nbytes - granted)
         return granted
 
-    def release(self, nbytes: int) -> None:
+    def release_reserved(self, nbytes: int) -> None:
         """Give back reserved bytes."""
         with self._locked():
             kept = min(nbytes, self._own.reserved)
@@ -268,7 +268,7 @@ class Accounts:
         if kept < nbytes:
             self._lost(kept - nbytes)  # the rest was lost with our account before
 
-    def commit(self, shelf: Shelf, part: StoredPart, row: StoredRow) -> bool:
+    def commit_row(self, shelf: Shelf, part: StoredPart, row: StoredRow) -> bool:
         """Give a part, whose bytes we reserved, its name; False if the row was there.
 
         The bytes of a new row are reserved no more; else they stay reserved.
@@ -293,13 +293,13 @@ class Accounts:
 
     # Removing
 
-    def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
-        """Remove a row; its bytes."""
+    def remove_row(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+        """Remove a row.  Returns its bytes."""
         with self._locked():
             return self._remove(shelf, namespace, name)
 
-    def evict(self, shelf: Shelf, namespace: str, name: RowName) -> int | None:
-        """Remove a row unless there are new ones, which may need it: None then."""
+    def evict_row(self, shelf: Shelf, namespace: str, name: RowName) -> int | None:
+        """Remove a row.  Returns its bytes; None if there are new rows, which may depend on it."""
         with self._locked():
             return None if self._has_news() else self._remove(shelf, namespace, name)
 
@@ -313,7 +313,7 @@ class Accounts:
         return found
 
     def list_rows(self, shelf: Shelf) -> list[StoredRow]:
-        """Recount; the rows that are there.  News before them are dropped."""
+        """Recount, and drop earlier news.  Returns the rows that are there."""
         with self._locked():
             rows = self._recount(shelf).rows
             if self._has_news():
@@ -348,7 +348,7 @@ class Accounts:
         with failures():
             return is_at(fd, self._folder / "evictor")
 
-    def leave(self) -> None:
+    def leave_root(self) -> None:
         """Close, and remove our account: for a writer of one process that has reserved nothing."""
         try:
             with self._locked():
@@ -365,13 +365,13 @@ class Accounts:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with failures():
-            self._lock.acquire(self._wait_s)
+            self._lock.lock(self._wait_s)
             try:
-                if self._mine is not None and (self._mine.renew() or not self._is_written):
+                if self._mine is not None and (self._mine.renew_account() or not self._is_written):
                     self._join_again(self._mine)
                 yield
             finally:
-                self._lock.release()
+                self._lock.unlock()
 
     def _join_again(self, mine: HeldWriter) -> None:
         """Our account was removed: reserve as much of what it had as is free."""
@@ -420,7 +420,7 @@ class Accounts:
 
     def _remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
         # Removed first, and then counted as removed.
-        nbytes = shelf.remove(namespace, name)
+        nbytes = shelf.remove_row(namespace, name)
         count = read_count(self._folder)
         if count is not None:
             write_count(self._folder, count.plus(-nbytes, name.kind))

@@ -29,7 +29,7 @@ _LONGEST_PAUSE_S = 0.01
 
 
 def open_ours(path: str | Path, flags: int) -> int:
-    """A descriptor of a regular file.
+    """Open a regular file.
 
     Raises:
         FileNotFoundError: there is none, or something else is in its place.
@@ -67,7 +67,7 @@ class PathLock:
         self._path = path
         self._fd: int | None = None
 
-    def acquire(self, wait_s: float) -> None:
+    def lock(self, wait_s: float) -> None:
         """Lock the file that the path names.
 
         Raises:
@@ -81,9 +81,9 @@ class PathLock:
             wait_lock(self._fd, fcntl.LOCK_EX, wait_s)
             if is_at(self._fd, self._path):  # it may have been removed while we waited
                 return
-            self.release()
+            self.unlock()
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Unlock.  Idempotent."""
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -110,7 +110,7 @@ class HeldWriter:
         self.fd = self._locked()
         self._is_closed = False
 
-    def renew(self) -> bool:
+    def renew_account(self) -> bool:
         """Make and lock the account anew if it is gone.  Returns whether it was.
 
         Raises:
@@ -145,7 +145,7 @@ class HeldWriter:
 
 
 def claim_writer(path: Path) -> int | None:
-    """Lock the account of a writer, against its return; None if a process of it lives."""
+    """Lock a dead writer's account, so that none of its processes returns; None if one lives."""
     try:
         fd = open_ours(path, os.O_RDWR)
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def wait_lock(fd: int, kind: int, wait_s: float = LOCK_WAIT_S) -> None:
-    """Lock ``fd``.
+    """Lock ``fd``, waiting for up to ``wait_s``.
 
     Raises:
         OSError: another process holds the lock for the whole time.

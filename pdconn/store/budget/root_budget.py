@@ -2,7 +2,7 @@
 
 ::
 
-    RootBudget.step ─► recount if due ─► Evictor frees what is missing ─► Allowance reserves
+    RootBudget.make_room ─► recount if due ─► Evictor frees what is missing ─► Allowance reserves
     engine's thread ── takes bytes, without a system call ──► Allowance.room
 
 The allowance is reserved in advance, up to a target that doubles when it was too small for a row,
@@ -90,7 +90,7 @@ class Allowance:
             self.give_back(accounts.reserve(lacking))
         elif excess := self.room.take_above(target, slack=target // 4):
             try:
-                accounts.release(excess)
+                accounts.release_reserved(excess)
             except StoreError:
                 self.give_back(excess)
                 raise
@@ -154,7 +154,7 @@ class Evictor:
         """Whether this process evicts."""
         return self._lock is not None
 
-    def step(self, shelf: Shelf) -> list[Place]:
+    def evict_rows(self, shelf: Shelf) -> list[Place]:
         """Free what is missing, for a fifth of a second at most.  Returns the rows removed.
 
         Raises:
@@ -208,7 +208,7 @@ class Evictor:
         """Add new rows to the tree; before the first listing there is none."""
         for row in self._accounts.take_news():
             if self._tree is not None:
-                self._tree.add(row)
+                self._tree.add_row(row)
 
     def _is_due(self, tree: RowTree, now: float) -> bool:
         pause_s = _SOON_S if tree.victim() is None else LISTING_S
@@ -240,18 +240,18 @@ class Evictor:
                 return
             try:
                 used_at = shelf.used_at(*place)
-                if used_at is not None and used_at > tree.used_at(place):
-                    tree.touched(place, used_at)
+                if used_at is not None and used_at > tree.last_use(place):
+                    tree.note_use(place, used_at)
                     continue
-                nbytes = self._accounts.evict(shelf, *place)
+                nbytes = self._accounts.evict_row(shelf, *place)
                 if nbytes is None:
                     self._learn()
                     continue
             except StoreError as error:
-                tree.passed_over(place)
+                tree.skip_row(place)
                 self._failed(place, error)
                 continue
-            tree.removed(place)
+            tree.drop_row(place)
             # No bytes: another process has removed the row, and the count still has it.
             self._has_met_gone = self._has_met_gone or not nbytes
             done.places.append(place)
@@ -314,7 +314,7 @@ class RootBudget:
         """Bytes that may be written; the engine's thread takes from it."""
         return self._allowance.room
 
-    def open(self, shelf: Shelf) -> None:
+    def open_accounts(self, shelf: Shelf) -> None:
         """Open the root's accounts."""
         settings = self._settings
         if self._accounts is None:
@@ -322,13 +322,13 @@ class RootBudget:
                 settings.root, self._writer, settings.capacity, lost=self._lost
             )
             self._evictor = Evictor(self._accounts, settings.wa_share, self._clock)
-        self.step(shelf, "")
+        self.make_room(shelf, "")
 
-    def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
+    def make_room(self, shelf: Shelf, namespace: str) -> list[RowName]:
         """Recount if it is due, evict, top up.  Returns the evicted rows of ``namespace``."""
         accounts, evictor = self._opened()
         self._recount(accounts, shelf, namespace)
-        gone = evictor.step(shelf)
+        gone = evictor.evict_rows(shelf)
         self._is_wrong = evictor.take_met_gone() or self._is_wrong
         self._allowance.top_up(accounts)
         return [name for where, name in gone if where == namespace]
@@ -368,20 +368,20 @@ class RootBudget:
         listing, self._listing = self._listing, None
         return listing
 
-    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+    def commit_row(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
         """Commit a part of taken bytes; False if the row was there: the bytes stay taken then."""
         row = StoredRow(namespace, name, part.nbytes, self._now())
-        return self._opened()[0].commit(shelf, part, row)
+        return self._opened()[0].commit_row(shelf, part, row)
 
-    def release(self, nbytes: int) -> None:
+    def release_bytes(self, nbytes: int) -> None:
         """Return taken bytes that no row has used."""
         self._allowance.give_back(nbytes)
 
-    def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+    def remove_damaged(self, shelf: Shelf, namespace: str, name: RowName) -> int:
         """Remove a damaged row.  Returns its bytes."""
-        return self._opened()[0].remove(shelf, namespace, name)
+        return self._opened()[0].remove_row(shelf, namespace, name)
 
-    def usage(self) -> dict[str, int]:
+    def usage_gauges(self) -> dict[str, int]:
         """Gauges for metrics, in bytes."""
         usage = self._opened()[0].usage()
         return {

@@ -54,26 +54,26 @@ class RowTree:
     def __contains__(self, place: Place) -> bool:
         return place in self._rows
 
-    def used_at(self, place: Place) -> float:
+    def last_use(self, place: Place) -> float:
         """The last known use of a row of the tree."""
         return self._rows[place].used_at
 
-    def add(self, row: StoredRow) -> None:
+    def add_row(self, row: StoredRow) -> None:
         """Add a row."""
         place = row.namespace, row.name
         if place in self._rows:
-            self.touched(place, row.used_at)
+            self.note_use(place, row.used_at)
         else:
             self._insert(row)
             self._offer(place)
 
-    def touched(self, place: Place, used_at: float) -> None:
+    def note_use(self, place: Place, used_at: float) -> None:
         """Note that a row was used; a time before the last known one is ignored."""
         kept = self._rows.get(place)
         if kept is not None and used_at > kept.used_at:
             kept.used_at = used_at
 
-    def removed(self, place: Place) -> None:
+    def drop_row(self, place: Place) -> None:
         """Drop a row that is gone."""
         if self._rows.pop(place, None) is None:
             return
@@ -90,7 +90,7 @@ class RowTree:
         if before is not None:
             self._offer(before)
 
-    def passed_over(self, place: Place) -> None:
+    def skip_row(self, place: Place) -> None:
         """Note that a row cannot be removed: it is not evicted until another tree is made."""
         self._passed.add(place)
 

@@ -78,7 +78,7 @@ def build_scheduler(
     open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
     if budget is None and not settings.read_only:
         budget = RootBudget(settings, writer, layout, clock, time.time)
-    sizes = ShareSizes.of([share_layout([rank], layout.block_tokens) for rank in ranks])
+    sizes = ShareSizes.from_shares([share_layout([rank], layout.block_tokens) for rank in ranks])
     _warn_of_little_room(settings, layout, sizes)
     keeper, lookups = _start_threads(
         settings, layout, sizes, num_ranks=len(ranks), namespace=namespace, writer=writer,
@@ -87,7 +87,7 @@ def build_scheduler(
     return StoreScheduler(
         settings,
         opening=OpenStore(layout, namespace, writer, replicas_of(ranks)),
-        spacing=Spacing.of(layout, settings.window_every),
+        spacing=Spacing.from_setting(layout, settings.window_every),
         blocks=RowBlocks(
             layout.block_tokens,
             tuple(as_kept(group, layout.block_tokens) for group in groups_of(ranks)),
@@ -134,7 +134,7 @@ def _start_threads(
     finder = Finder(layout, Catalogue(namespace), sizes, settings.staging, clock)
     looking = LookupLoop(to_lookups, answers, to_keeper, finder, shelf)
     keeper = Keeper(
-        Worker("pdconn-store-keeper", keeping.run, to_keeper, reports),
+        Worker("pdconn-store-keeper", keeping.run_keeper, to_keeper, reports),
         sizes=sizes,
         row_nbytes=row_sizes(layout),
         room=None if budget is None else budget.room,
@@ -142,8 +142,8 @@ def _start_threads(
         namespace=namespace,
         note_rows=note_rows,
     )
-    worker = Worker("pdconn-store-lookup", looking.run, to_lookups, answers)
-    return keeper, Lookups(worker, keeper.note_answer)
+    worker = Worker("pdconn-store-lookup", looking.run_lookups, to_lookups, answers)
+    return keeper, Lookups(worker, keeper.note_lookup)
 
 
 def _warn_of_little_room(settings: StoreSettings, layout: StoreLayout, sizes: ShareSizes) -> None:
@@ -151,7 +151,7 @@ def _warn_of_little_room(settings: StoreSettings, layout: StoreLayout, sizes: Sh
     # So far from the start every window is whole: such a boundary needs the most rows.
     far = layout.block_tokens << 20
     num_wa = len(pieces(layout.wa, far))
-    least = sizes.of_rows([(RowKind.FA, 0)] + [(RowKind.WA, 0)] * num_wa)
+    least = sizes.staging_nbytes([(RowKind.FA, 0)] + [(RowKind.WA, 0)] * num_wa)
     if settings.staging < least:
         log.warning(
             "pdconn: store: staging has no room for a boundary, long prefixes are not loaded: "

@@ -69,10 +69,10 @@ _AHEAD = 4
 class CommitBudget(Protocol):
     """The byte budget as commits use it: taken bytes become a row's, or are returned."""
 
-    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+    def commit_row(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
         """Commit a part of taken bytes; False if the row was there."""
 
-    def release(self, nbytes: int) -> None:
+    def release_bytes(self, nbytes: int) -> None:
         """Return taken bytes."""
 
 
@@ -170,7 +170,7 @@ class GivenUpParts:
         return self._discard(shelf, part)
 
     def discard_again(self, shelf: Shelf, now: float) -> None:
-        """Discard all of them, if it is time to."""
+        """Discard them again, every half minute."""
         if not self._parts or now - self._discarded_at < _AGAIN_S:
             return
         self._discarded_at = now
@@ -264,7 +264,7 @@ class Committer:
             if made is not None:
                 done.append(made)
             elif self._given_up.give_up(shelf, row.part, now) and self._budget is not None:
-                self._budget.release(self._nbytes[row.name.kind])
+                self._budget.release_bytes(self._nbytes[row.name.kind])
             self._settled(row.name)
         self._given_up.discard_again(shelf, now)
         return done
@@ -275,7 +275,7 @@ class Committer:
         # A WA row says that its boundary can be resumed, which takes its FA row.
         if row.name.kind is RowKind.WA and not self._has_full(shelf, batch.namespace, row.name):
             return None
-        layout = self._layout.of(row.name.kind)
+        layout = self._layout.for_kind(row.name.kind)
         sums = joined([decode_note(note) for note in notes], len(layout.slabs))
         if sums is None or len(notes) < self._num_ranks:
             raise RowDamaged(f"notes: expected {self._num_ranks} with every slab, got {len(notes)}")
@@ -289,16 +289,16 @@ class Committer:
             is_new = shelf.commit(self._writer, row.part, batch.namespace, row.name)
         else:
             part = StoredPart(self._writer, row.part, nbytes)
-            is_new = self._budget.commit(shelf, part, batch.namespace, row.name)
+            is_new = self._budget.commit_row(shelf, part, batch.namespace, row.name)
         made = Committed(batch.namespace, row.name, nbytes, is_new)
-        self._catalogue.learn(RowsStored(batch.namespace, (row.name,), are_new=True), 0.0)
+        self._catalogue.learn_rows(RowsStored(batch.namespace, (row.name,), are_new=True), 0.0)
         if self._budget is not None and not is_new:
-            self._budget.release(nbytes)
+            self._budget.release_bytes(nbytes)
         return made
 
     def _has_full(self, shelf: Shelf, namespace: str, name: RowName) -> bool:
         """Whether the FA row is there, which another engine may have saved."""
-        known = self._catalogue.has(RowKind.FA, name.key)
+        known = self._catalogue.has_key(RowKind.FA, name.key)
         return known or shelf.has(namespace, replace(name, kind=RowKind.FA))
 
 
@@ -320,18 +320,18 @@ class Budget(CommitBudget, Protocol):
 
     @property
     def room(self) -> AmountBox:
-        """Bytes that may be written, kept topped up by :meth:`step`."""
+        """Bytes that may be written, kept topped up by :meth:`make_room`."""
 
-    def open(self, shelf: Shelf) -> None:
+    def open_accounts(self, shelf: Shelf) -> None:
         """Open the accounts; called before all others."""
 
-    def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
+    def make_room(self, shelf: Shelf, namespace: str) -> list[RowName]:
         """Top up and evict.  Returns the evicted rows of ``namespace``."""
 
-    def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+    def remove_damaged(self, shelf: Shelf, namespace: str, name: RowName) -> int:
         """Remove a damaged row.  Returns its bytes."""
 
-    def usage(self) -> dict[str, int]:
+    def usage_gauges(self) -> dict[str, int]:
         """Gauges for metrics."""
 
     def take_listing(self) -> list[StoredRow] | None:
@@ -393,7 +393,7 @@ class _Owed:
         self.usage: dict[str, int] = {}
         self._reported_usage: dict[str, int] = {}
 
-    def at(self, namespace: str) -> _Owed:
+    def in_namespace(self, namespace: str) -> _Owed:
         """This, without rows of another namespace: after a reset they do not count."""
         if namespace != self.namespace:
             self.namespace = namespace
@@ -451,7 +451,7 @@ class KeeperLoop:
         self._touched: dict[RowName, float] = {}
         self._kept: deque[KeeperCommand] = deque()
 
-    def run(self) -> None:
+    def run_keeper(self) -> None:
         """Run commands, and a step at least every half second, until the inbox is closed."""
         shelf: Shelf | None = None
         is_over = False
@@ -475,7 +475,7 @@ class KeeperLoop:
         shelf = self._open_shelf()
         listing = None
         if self._budget is not None:
-            self._budget.open(shelf)
+            self._budget.open_accounts(shelf)
             # Taken now: rows that are committed before the first step are not in it.
             listing = self._budget.take_listing()
         rows = shelf.rows(self._catalogue.namespace) if listing is None else listing
@@ -501,7 +501,7 @@ class KeeperLoop:
         elif isinstance(command, RowsUsed):
             self._touch(shelf, command.rows)
         else:
-            self._catalogue.learn(command, self._clock())
+            self._catalogue.learn_rows(command, self._clock())
             if isinstance(command, RowsFailed):
                 self._remove(shelf, command)
 
@@ -520,7 +520,7 @@ class KeeperLoop:
         """The engine's present namespace, also if its change still waits in the inbox."""
         for command in self._inbox.take():
             if isinstance(command, NamespaceChanged):
-                self._catalogue.learn(command, self._clock())
+                self._catalogue.learn_rows(command, self._clock())
             else:
                 self._kept.append(command)
         return self._catalogue.namespace
@@ -530,7 +530,7 @@ class KeeperLoop:
             self._describe(self._catalogue.namespace)
         done = self._committer.commit_written(shelf, self._namespace_now, self._clock())
         namespace = self._catalogue.namespace
-        owed = self._owed.at(namespace)
+        owed = self._owed.in_namespace(namespace)
         owed.counts["store_save_failures"] += self._committer.take_failures()
         owed.counts["store_rows_committed"] += sum(row.is_new for row in done)
         committed = [row.name for row in done if row.namespace == namespace]
@@ -540,7 +540,7 @@ class KeeperLoop:
             owed.committed += committed
         self._report()  # before the budget, which may fail
         if self._budget is not None:
-            evicted = self._budget.step(shelf, namespace)
+            evicted = self._budget.make_room(shelf, namespace)
             listing = self._budget.take_listing()
             if listing is not None:
                 owed.gone += self._list_anew(listing)
@@ -550,7 +550,7 @@ class KeeperLoop:
             rows, nbytes = self._budget.take_evicted()
             owed.counts["store_rows_evicted"] += rows
             owed.counts["store_evicted_bytes"] += nbytes
-            owed.usage = self._budget.usage()
+            owed.usage = self._budget.usage_gauges()
         self._report()
 
     def _list_anew(self, listing: Iterable[StoredRow]) -> list[RowName]:
@@ -562,7 +562,7 @@ class KeeperLoop:
     def _update_catalogues(self, learnt: Learnt) -> list[RowName]:
         """Update the catalogues of this thread and of the look-ups."""
         self._lookups.put(learnt)
-        return self._catalogue.learn(learnt, self._clock())
+        return self._catalogue.learn_rows(learnt, self._clock())
 
     def _report(self) -> None:
         """Report what has changed, while the engine has few reports to take."""
@@ -586,8 +586,8 @@ class KeeperLoop:
     def _remove(self, shelf: Shelf, failed: RowsFailed) -> None:
         if self._budget is not None:
             for row in failed.damaged:
-                self._budget.remove(shelf, failed.namespace, row)
+                self._budget.remove_damaged(shelf, failed.namespace, row)
                 log.warning("pdconn: store: damaged row removed: row=%s", row.file_name)
         if failed.namespace == self._catalogue.namespace:
-            owed = self._owed.at(failed.namespace)
+            owed = self._owed.in_namespace(failed.namespace)
             owed.gone += [*failed.missing, *failed.damaged]

@@ -99,11 +99,11 @@ class Catalogue:
     def __len__(self) -> int:
         return sum(len(keys) for keys in self._known.values())
 
-    def has(self, kind: RowKind, key: bytes) -> bool:
+    def has_key(self, kind: RowKind, key: bytes) -> bool:
         """Whether the row is known to be there."""
         return key in self._known[kind]
 
-    def learn(self, learnt: Learnt, now: float) -> list[RowName]:
+    def learn_rows(self, learnt: Learnt, now: float) -> list[RowName]:
         """Apply what another thread has learnt.  Returns rows that were known and are gone."""
         if isinstance(learnt, NamespaceChanged):
             self._enter(learnt.namespace)
@@ -217,14 +217,14 @@ class ShareSizes:
     wa: int
 
     @classmethod
-    def of(cls, shares: Sequence[StoreLayout]) -> ShareSizes:
+    def from_shares(cls, shares: Sequence[StoreLayout]) -> ShareSizes:
         """From each rank's share of the rows."""
         return cls(
             max(aligned(share.fa.data_nbytes) for share in shares),
             max((aligned(s.wa.data_nbytes) for s in shares if s.wa is not None), default=0),
         )
 
-    def of_rows(self, rows: Sequence[tuple[RowKind, int]] | Sequence[RowName]) -> int:
+    def staging_nbytes(self, rows: Sequence[tuple[RowKind, int]] | Sequence[RowName]) -> int:
         """Bytes of staging for all of ``rows``."""
         kinds = [row.kind if isinstance(row, RowName) else row[0] for row in rows]
         return sum(self.fa if kind is RowKind.FA else self.wa for kind in kinds)
@@ -243,10 +243,10 @@ class Fitting:
     cut_nbytes: int = 0
 
     @classmethod
-    def of(
+    def largest(
         cls, layout: StoreLayout, sizes: ShareSizes, staging: int, tokens: range, has: IsThere
     ) -> Fitting:
-        """For boundaries above ``tokens.start``, which are held, up to ``tokens.stop``."""
+        """Of boundaries above ``tokens.start``, which are held, up to ``tokens.stop``."""
         size, held, limit = layout.block_tokens, tokens.start, tokens.stop
         most_blocks = staging // sizes.fa if sizes.fa else limit
         cut_nbytes = 0
@@ -255,7 +255,7 @@ class Fitting:
             if boundary <= held:
                 break
             rows = rows_needed(layout, held, boundary)
-            nbytes = sizes.of_rows(rows)
+            nbytes = sizes.staging_nbytes(rows)
             if nbytes <= staging:
                 return cls(boundary, tuple(rows), cut_nbytes)
             cut_nbytes = cut_nbytes or nbytes
@@ -293,8 +293,8 @@ class Finder:
         chain = hashed.chain
         limit = min(question.limit, len(chain.keys) * self.layout.block_tokens)
         tokens = range(question.held, max(limit, question.held))
-        found = Fitting.of(self.layout, self.sizes, self.staging, tokens, asked)
-        has = self.catalogue.has
+        found = Fitting.largest(self.layout, self.sizes, self.staging, tokens, asked)
+        has = self.catalogue.has_key
         return replace(
             hashed,
             boundary=found.boundary,
@@ -325,12 +325,12 @@ class AskedRows:
         catalogue, key = self._finder.catalogue, self._chain.keys[index]
         if not catalogue.is_offered(kind, key, self._now):
             return False
-        if not catalogue.has(kind, key):
+        if not catalogue.has_key(kind, key):
             name = self._chain.name(kind, index)
             self.has_asked = True
             if not self._shelf.has(catalogue.namespace, name):
                 return False
-            catalogue.learn(RowsStored(catalogue.namespace, (name,)), self._now)
+            catalogue.learn_rows(RowsStored(catalogue.namespace, (name,)), self._now)
             self.found.append(name)
         if kind is RowKind.FA:
             self.full = max(self.full, index + 1)
@@ -358,7 +358,7 @@ class Lookups:
     def look_up(
         self, tokens: Sequence[int], extras: Extras, limit: int, held: int, chain: Chain
     ) -> Lookup:
-        """Post a look-up; see :class:`LookupQuestion`."""
+        """Post a :class:`LookupQuestion`."""
         self._number += 1
         question = LookupQuestion(self._number, tokens, extras, limit, held, chain)
         lookup = self._open[self._number] = Lookup(question)
@@ -405,7 +405,7 @@ class LookupLoop:
         self._has_warned_of_cut = False
         self._warnings = QuietLog(log, pause_s=REPEAT_S)
 
-    def run(self) -> None:
+    def run_lookups(self) -> None:
         """Answer in order until the inbox is closed."""
         try:
             while not self._inbox.is_closed:
@@ -413,7 +413,7 @@ class LookupLoop:
                 if isinstance(item, LookupQuestion):
                     self._outbox.put(self._answer(item))
                 elif item is not None:
-                    self._finder.catalogue.learn(item, self._finder.clock())
+                    self._finder.catalogue.learn_rows(item, self._finder.clock())
         finally:
             if self._shelf is not None:
                 self._shelf.close()

@@ -64,7 +64,7 @@ class StoredKeys:
         self._young: dict[RowKind, dict[bytes, None]] = {kind: {} for kind in RowKind}
         self._old: dict[RowKind, dict[bytes, None]] = {kind: {} for kind in RowKind}
 
-    def has(self, name: RowName) -> bool:
+    def has_row(self, name: RowName) -> bool:
         """Whether the row is known to be there."""
         return name.key in self._young[name.kind] or name.key in self._old[name.kind]
 
@@ -75,7 +75,7 @@ class StoredKeys:
         if len(young) > MAX_STORED // 2:
             self._old[kind], self._young[kind] = young, {}
 
-    def remove(self, names: Iterable[RowName]) -> None:
+    def remove_rows(self, names: Iterable[RowName]) -> None:
         """Drop the keys of rows that are gone."""
         for name in names:
             self._young[name.kind].pop(name.key, None)
@@ -91,7 +91,7 @@ class Keeper:
         row_nbytes: bytes of a row of each kind, as the budget counts them.
         room: bytes that may be written; None for a store that is only read.
         lookups: the inbox of the look-ups, which learn with the keeper.
-        namespace: where the engine's rows are, until :meth:`cleared`.
+        namespace: where the engine's rows are, until :meth:`change_namespace`.
         note_rows: called with rows committed and gone.
     """
 
@@ -119,9 +119,9 @@ class Keeper:
 
     def is_wanted(self, name: RowName) -> bool:
         """Whether the row is neither being saved nor known to be there."""
-        return name not in self._saving and not self._stored.has(name)
+        return name not in self._saving and not self._stored.has_row(name)
 
-    def note_answer(self, answer: LookupAnswer) -> None:
+    def note_lookup(self, answer: LookupAnswer) -> None:
         """Add the keys of rows that a look-up has found."""
         if answer.namespace == self._namespace:
             for kind, keys in answer.there:
@@ -155,11 +155,11 @@ class Keeper:
     def rows_failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
         """Report rows that could not be read, and damaged ones, which are removed."""
         failed = RowsFailed(self._namespace, tuple(missing), tuple(damaged))
-        self._stored.remove((*failed.missing, *failed.damaged))
+        self._stored.remove_rows((*failed.missing, *failed.damaged))
         self._lookups.put(failed)
         self._worker.inbox.put(failed)
 
-    def cleared(self, namespace: str) -> None:
+    def change_namespace(self, namespace: str) -> None:
         """Save and look up rows in ``namespace`` from now on."""
         self._namespace = namespace
         self._stored = StoredKeys()
@@ -172,7 +172,7 @@ class Keeper:
         self.take_reports()
         return bool(self._saving)
 
-    def take_counts(self) -> dict[str, int]:
+    def take_keeper_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         self.take_reports()
         if not self._counts:
@@ -180,7 +180,7 @@ class Keeper:
         counts, self._counts = self._counts, Counter()
         return {name: amount for name, amount in counts.items() if amount}
 
-    def usage(self) -> dict[str, int]:
+    def budget_gauges(self) -> dict[str, int]:
         """Gauges: bytes of the budget, as last seen."""
         self.take_reports()
         return self._usage
@@ -209,7 +209,7 @@ class Keeper:
             return
         for name in report.committed:
             self._stored.add_keys(name.kind, (name.key,))
-        self._stored.remove(report.gone)
+        self._stored.remove_rows(report.gone)
         if report.committed or report.gone:
             self._note_rows(report.committed, report.gone)
 
@@ -291,7 +291,7 @@ class RowBlocks:
         return found
 
     def has_all(self, name: RowName, ids: tuple[list[int], ...]) -> bool:
-        """Whether all these blocks are there: none was freed, or is still to come."""
+        """Whether the row's blocks are all there: none is freed or not allocated yet."""
         for blocks, positions in zip(ids, self.positions(name), strict=True):
             if positions.stop > len(blocks) or not all(blocks[positions.start : positions.stop]):
                 return False

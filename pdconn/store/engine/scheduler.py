@@ -233,7 +233,7 @@ class Loads:
     def look_up(self, stored: StoredRequest, limit: int, held: int) -> None:
         """Look a prompt up, for a load or for the keys of what is to be saved of it."""
         stored.load = StoreLoad()
-        stored.load.ask(self._clock())
+        stored.load.begin_lookup(self._clock())
         stored.tries += 1
         chain = stored.saving.chain
         stored.lookup = self._lookups.look_up(stored.tokens, stored.extras, limit, held, chain)
@@ -246,7 +246,7 @@ class Loads:
         if answer is None:
             return None if self._waits(stored, now) else self._late(stored)
         if answer.has_asked:
-            self.patience.note_answer()
+            self.patience.shelf_answered()
         stored.learn_keys(answer)
         stored.may_load = answer.is_storable
         if stored.is_first_cut(answer):
@@ -269,9 +269,9 @@ class Loads:
 
     def _place(self, stored: StoredRequest, now: float) -> int | None:
         load, number = stored.load, self._number + 1
-        offset = self._space.take_room(number, self._keeper.sizes.of_rows(load.rows))
+        offset = self._space.take_room(number, self._keeper.sizes.staging_nbytes(load.rows))
         if offset is None:
-            if load.waited_s(now) > load.most_s:
+            if load.seconds_waited(now) > load.most_s:
                 self.counts["store_no_room"] += 1
                 return self._leave(stored)
             return None
@@ -298,7 +298,7 @@ class Loads:
 
     def _waits(self, stored: StoredRequest, now: float) -> bool:
         load = stored.load
-        waited_s = load.waited_s(now)
+        waited_s = load.seconds_waited(now)
         return not self.patience.is_over(stored.request, waited_s, load.most_s, now)
 
     def _late(self, stored: StoredRequest) -> int:
@@ -322,7 +322,7 @@ class Loads:
             Whether they are loaded: they are what was offered.
         """
         load = stored.load
-        effects = load.take(num_external)
+        effects = load.take_blocks(num_external)
         self._perform(stored.request, load, effects, blocks)
         if not any(isinstance(one, CopyRows) for one in effects):
             return False
@@ -335,7 +335,7 @@ class Loads:
     def fail_load(self, request: str) -> None:
         """Fail a load that the engine waits for, whose rows are gone: every rank reports it."""
         failing = self._awaited[request] = StoreLoad[RowName]()
-        self._perform(request, failing, failing.fail())
+        self._perform(request, failing, failing.fail_request())
 
     def is_loading(self, request: str) -> bool:
         """Whether the engine waits for every rank to report the request, loaded or failed."""
@@ -368,12 +368,12 @@ class Loads:
                     del self._placed[load.number]
                     self._space.free_room(load.number)
                 case CopyRows(tokens):
-                    need = Need.of(tokens.start, tokens.stop, blocks)
+                    need = Need.for_range(tokens.start, tokens.stop, blocks)
                     self._commands.append(LoadRows(load.number, request, need))
                 case FailRequest():
                     self._commands.append(FailLoad(request))
                 case AnsweredInTime():
-                    self.patience.note_answer()
+                    self.patience.shelf_answered()
                 case DistrustRows(missing, damaged):
                     self._keeper.rows_failed(missing, damaged)
 
@@ -541,7 +541,7 @@ class StoreScheduler:
         """
         for stored in self._requests.values():
             self.loads.leave_load(stored)
-        self._keeper.cleared(namespace)
+        self._keeper.change_namespace(namespace)
         opening = self._opening
         self._opening = OpenStore(opening.layout, namespace, opening.writer, opening.replicas)
         self._commands.append(self._opening)
@@ -550,13 +550,13 @@ class StoreScheduler:
         """Whether nothing is being fetched, saved or committed."""
         return not (len(self.saves) or len(self.loads) or self._keeper.is_saving())
 
-    def usage(self) -> dict[str, int]:
+    def budget_gauges(self) -> dict[str, int]:
         """Gauges of the byte budget, as last seen."""
-        return self._keeper.usage()
+        return self._keeper.budget_gauges()
 
-    def take_counts(self) -> dict[str, int]:
+    def take_store_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
-        kept = self._keeper.take_counts()
+        kept = self._keeper.take_keeper_counts()
         if self.loads.counts:
             kept = dict(self.loads.counts + Counter(kept))
             self.loads.counts = Counter()

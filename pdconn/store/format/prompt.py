@@ -158,7 +158,7 @@ class Spacing:
     every: int | None
 
     @classmethod
-    def of(cls, layout: StoreLayout, window_every: int | str) -> Spacing:
+    def from_setting(cls, layout: StoreLayout, window_every: int | str) -> Spacing:
         """From the setting: ``all``, ``last``, ``auto``, or tokens.
 
         ``auto`` is ``ceil(WA bytes of a boundary / FA bytes of a block)``, which keeps WA bytes

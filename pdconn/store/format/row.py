@@ -98,7 +98,7 @@ class RowName:
         return f"{self.key.hex()}.{self.parent.hex()}.{self.index}"
 
     @classmethod
-    def parse(cls, kind: RowKind, file_name: str) -> RowName | None:
+    def from_file_name(cls, kind: RowKind, file_name: str) -> RowName | None:
         """The row of that file name, or None for another file."""
         match = _FILE.fullmatch(file_name)
         if match is None:
@@ -219,7 +219,7 @@ class StoreLayout(msgspec.Struct, frozen=True):
     fa: RowLayout
     wa: RowLayout | None
 
-    def of(self, kind: RowKind) -> RowLayout:
+    def for_kind(self, kind: RowKind) -> RowLayout:
         """The layout of rows of ``kind``.
 
         Raises:
@@ -299,7 +299,7 @@ def share_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> Store
                 if not key[3]:
                     continue
                 held = found[key].setdefault((ref.layer, ref.chunk), _HeldHeads(ref))
-                held.add(ref)
+                held.add_reference(ref)
     sections = []
     for key, layers in found.items():
         by_heads: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
@@ -331,7 +331,7 @@ class _HeldHeads:
         self.unit_nbytes = ref.head_nbytes if ref.token_nbytes is None else ref.token_nbytes
         self._heads: set[int] = set()
 
-    def add(self, ref: KVCacheDataReference) -> None:
+    def add_reference(self, ref: KVCacheDataReference) -> None:
         self._heads.update(range(ref.first_head, ref.first_head + ref.num_heads))
 
     def heads(self, layer: str) -> tuple[int, int]:

@@ -42,8 +42,8 @@ class HostArea:
     """``nbytes`` of zeroed host memory, rounded up to pages.
 
     Where the KV is on a GPU it is pinned, so that copies to and from it are asynchronous and fast;
-    without pinning they are slower and as correct.  It is freed with its last view; :meth:`unpin`
-    first.
+    without pinning they are slower and as correct.  It is freed with its last view, after
+    :meth:`unpin_pages`.
 
     Attributes:
         nbytes: its size, a multiple of 4096.
@@ -67,11 +67,11 @@ class HostArea:
         """Whether ``nbytes`` from ``offset`` on lie in the area, beginning at a page."""
         return offset >= 0 and offset % ALIGNMENT == 0 and offset + nbytes <= self.nbytes
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
+    def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The writable bytes ``[offset, offset + nbytes)``."""
         return self._view[offset : offset + nbytes]
 
-    def pin(self) -> bool:
+    def pin_pages(self) -> bool:
         """Pin the memory for the GPUs of this process; False where that fails."""
         try:
             code: Any = _cuda_runtime().cudaHostRegister(self.address, self.nbytes, 0)
@@ -86,8 +86,8 @@ class HostArea:
             )
         return self._is_pinned
 
-    def unpin(self) -> None:
-        """Undo :meth:`pin`; nothing may be copied any more."""
+    def unpin_pages(self) -> None:
+        """Undo :meth:`pin_pages`; nothing may be copied any more."""
         if self._is_pinned:
             self._is_pinned = False
             _cuda_runtime().cudaHostUnregister(self.address)
@@ -130,7 +130,7 @@ class Copies(Protocol):
 
 
 def copies_of(memories: Sequence[Memory]) -> Copies:
-    """What copies from and to these allocations of KV memory, all on one device.
+    """Make copies for these allocations of KV memory, all on one device.
 
     Raises:
         ValueError: allocations on several devices, or none.

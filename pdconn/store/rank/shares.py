@@ -121,7 +121,7 @@ class RowPairing:
                 for _, spans in plan.reads:
                     yield self._moved(spans, addresses)
 
-    def gaps(self, need: Need) -> Iterator[Gaps]:
+    def gaps_of_load(self, need: Need) -> Iterator[Gaps]:
         """What :meth:`spans_to_load` leaves of the blocks that lack tokens, to be zeroed.
 
         Raises:
@@ -143,7 +143,7 @@ class RowPairing:
             BlockOutOfRange: a block id beyond the cache.
         """
         size = self.share.block_tokens
-        need = Need.of(index * size, (index + 1) * size, blocks)
+        need = Need.for_range(index * size, (index + 1) * size, blocks)
         return list(self.spans_to_load(need, [(index, address)]))
 
     def _moved(self, spans: Spans, addresses: I64) -> Spans:
@@ -168,7 +168,7 @@ def unsaved_layers(ours: KVCacheReferences, shares: Sequence[RowLayout]) -> Pair
         for group in ours.groups
     )
     left = replace(ours, groups=groups)
-    return Pairing.of(left, [left]) if any(group.data for group in groups) else None
+    return Pairing.between(left, [left]) if any(group.data for group in groups) else None
 
 
 _FIRST_SLOT = 2
@@ -267,7 +267,7 @@ def _scaled_pairings(
             scale,
             tuple(numbers),
             tuple(share.sections[number].tokens for number in kept),
-            Pairing.of(
+            Pairing.between(
                 KVCacheReferences(ours.tensors, tuple(groups)),
                 [_rows_as_references(share, kept, scale, slot_nbytes)],
             ),
@@ -386,7 +386,7 @@ class RowShare:
     slabs: tuple[OwnSlab, ...]
 
     @classmethod
-    def of(cls, whole: RowLayout, layout: RowLayout, replicas: Replicas) -> RowShare:
+    def from_layouts(cls, whole: RowLayout, layout: RowLayout, replicas: Replicas) -> RowShare:
         """Find a share's slabs in the whole row.
 
         Raises:
@@ -438,7 +438,9 @@ class RowShare:
         made.append((self.whole.data_nbytes, footer))
         return made
 
-    def check(self, data: memoryview, footer: memoryview, namespace: str, name: RowName) -> None:
+    def verify_row(
+        self, data: memoryview, footer: memoryview, namespace: str, name: RowName
+    ) -> None:
         """Compare the bytes read with the row's footer.
 
         Raises:
@@ -511,7 +513,9 @@ class OpenedRank:
     unsaved: Pairing | None
 
     @classmethod
-    def of(cls, opening: OpenStore, references: KVCacheReferences, rank: int) -> OpenedRank:
+    def from_opening(
+        cls, opening: OpenStore, references: KVCacheReferences, rank: int
+    ) -> OpenedRank:
         """Match this rank's memory with the engine's rows.
 
         Raises:
@@ -524,20 +528,20 @@ class OpenedRank:
             if whole is None:
                 continue
             has_some = kind is RowKind.FA or ours.wa is not None
-            layout = ours.of(kind) if has_some else RowLayout(kind, whole.block_tokens, ())
-            share = RowShare.of(whole, layout, opening.replicas[rank])
+            layout = ours.for_kind(kind) if has_some else RowLayout(kind, whole.block_tokens, ())
+            share = RowShare.from_layouts(whole, layout, opening.replicas[rank])
             kinds[kind] = OwnRows(share, RowPairing(references, layout))
         unsaved = unsaved_layers(references, (ours.fa, *filter(None, (ours.wa,))))
         return cls(rank, opening.writer, kinds, unsaved)
 
-    def gaps(self, need: Need) -> Iterator[Gaps]:
+    def gaps_of_load(self, need: Need) -> Iterator[Gaps]:
         """What rows leave of the blocks of a load, to be zeroed, as vLLM zeroes none of them.
 
         Raises:
             BlockOutOfRange: a block id beyond the cache.
         """
         for own in self.kinds.values():
-            yield from own.pairing.gaps(need)
+            yield from own.pairing.gaps_of_load(need)
         if self.unsaved is not None:
             yield self.unsaved.whole_blocks(need)
 

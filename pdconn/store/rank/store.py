@@ -2,14 +2,14 @@
 
 ::
 
-    engine's thread                readers (2)                        writer (1)
-    post(Fetch) ───────────────►   rows ► staging, verified
-    results() ◄────────────────    RowTried ► FetchResult
-    post(LoadRows) ────────────────►   staging ► KV blocks
-    take_loaded() ◄────────────    request
-    post(SaveRows), held back
+    engine's thread                   readers (2)                     writer (1)
+    post_command(Fetch) ──────────►   rows ► staging, verified
+    take_results() ◄───────────────   RowTried ► FetchResult
+    post_command(LoadRows) ───────►   staging ► KV blocks
+    take_loaded() ◄────────────────   request
+    post_command(SaveRows), held back
     after_pass() ──────────────────────────────────────────────────►  KV blocks ► parts, notes
-    results() ◄─────────────────────────────────────────────────────  SaveResult
+    take_results() ◄────────────────────────────────────────────────  SaveResult
 
 The engine's thread only puts tasks, takes answers, and counts what is left of each fetch: the
 store's own threads open, read, plan and copy.  Every Fetch, LoadRows and SaveRows is answered, also
@@ -142,7 +142,7 @@ class FetchTable:
                 del self._fetches[number]
 
     def take_fetch(self, number: int) -> Fetch | None:
-        """End a fetch by a load: None if there is none, or not with every row."""
+        """Remove a fetch, to load it; None if there is none, or if rows of it are missing."""
         fetch = self._fetches.get(number)
         if fetch is None or fetch.left:
             return None
@@ -184,7 +184,7 @@ class RankSetup:
         """Host memory that rows pass through."""
         area = HostArea(nbytes)
         if self.device.kind == "cuda":
-            area.pin()
+            area.pin_pages()
         return area
 
 
@@ -227,7 +227,7 @@ class RankStore:
         self._staging: HostArea | None = None
         self._is_closed = False
 
-    def post(self, command: StoreCommand, after: StreamPoint | None = None) -> None:
+    def post_command(self, command: StoreCommand, after: StreamPoint | None = None) -> None:
         """Begin a command; saves wait for :meth:`after_pass`.  Commands keep their order.
 
         Args:
@@ -264,7 +264,7 @@ class RankStore:
                 for answer in unsaved(task):
                     self._note(answer)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_for_answer(self, timeout_s: float) -> None:
         """Sleep until there is something to take."""
         answers = self._answers
         if not (answers.results or answers.loaded or answers.failed):
@@ -276,7 +276,7 @@ class RankStore:
         answers = self._answers
         return bool(answers.results or answers.loaded or answers.failed)
 
-    def results(self) -> list[StoreResult]:
+    def take_results(self) -> list[StoreResult]:
         """Results since the last call, for the scheduler."""
         self._take_reports()
         results, self._answers.results = self._answers.results, []
@@ -294,7 +294,7 @@ class RankStore:
         failed, self._answers.failed = self._answers.failed, []
         return failed
 
-    def take_counts(self) -> dict[str, int]:
+    def take_rank_counts(self) -> dict[str, int]:
         """What was counted since the last call: rows and bytes read and written, failures."""
         self._take_reports()
         if not self._answers.counts:
@@ -317,7 +317,7 @@ class RankStore:
         if not all(ended):
             log.warning("pdconn: store: threads did not end in time: rank=%d", self._setup.rank)
         elif self._staging is not None:
-            self._staging.unpin()
+            self._staging.unpin_pages()
 
     def _open(self, opening: OpenStore) -> None:
         """Start the threads; a later command changes the namespace."""
@@ -422,7 +422,7 @@ class RankStore:
             begin=begin,
             refuse=lambda task: reports.answer(refused_read(task)),
         )
-        worker: Worker[ReadTask] = Worker(name, loop.run, self._to_read, self._outbox)
+        worker: Worker[ReadTask] = Worker(name, loop.run_tasks, self._to_read, self._outbox)
         return not self._is_closed and self._start(worker)
 
     def _start_writer(self, opening: OpenStore) -> None:
@@ -436,7 +436,7 @@ class RankStore:
                 task, opening.writer, setup.rank, setup.open_shelf, reports
             ),
         )
-        self._start(Worker(WRITER, loop.run, self._to_write, self._outbox))
+        self._start(Worker(WRITER, loop.run_tasks, self._to_write, self._outbox))
 
     def _start(self, worker: Worker[ReadTask] | Worker[SaveUnderWay]) -> bool:
         try:
@@ -465,7 +465,7 @@ class _ReaderBegin:
 
     def __call__(self) -> tuple[Callable[[ReadTask], None], Callable[[], None]]:
         setup = self.setup
-        opened = OpenedRank.of(self.opening, setup.references, setup.rank)
+        opened = OpenedRank.from_opening(self.opening, setup.references, setup.rank)
         copies = copies_of(setup.references.memories())
         staging = self.staging
         if staging is None:
@@ -474,7 +474,7 @@ class _ReaderBegin:
         reader = RowReader(
             opened, staging, self.inbox, self.reports, open_shelf=setup.open_shelf, copies=copies
         )
-        return reader.work, reader.close
+        return reader.do_read, reader.close
 
 
 @dataclass(slots=True)
@@ -492,7 +492,7 @@ class _WriterBegin:
 
     def __call__(self) -> tuple[Callable[[SaveUnderWay], None], Callable[[], None]]:
         setup = self.setup
-        opened = OpenedRank.of(self.opening, setup.references, setup.rank)
+        opened = OpenedRank.from_opening(self.opening, setup.references, setup.rank)
         writer = RowWriter(
             opened,
             setup.new_area(opened.most_nbytes),
@@ -501,4 +501,4 @@ class _WriterBegin:
             copies_of(setup.references.memories()),
             held=None if setup.hold is None else setup.hold(opened.writer),
         )
-        return writer.work, writer.close
+        return writer.do_save, writer.close

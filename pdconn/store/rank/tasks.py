@@ -145,7 +145,7 @@ class TaskReports:
         report = TaskReport(answer, self._take_counts())
         (self._outbox.put_quietly if quietly else self._outbox.put)(report)
 
-    def count(self, **counts: int) -> None:
+    def add_counts(self, **counts: int) -> None:
         """Add to the counts of the next report."""
         self._counts.update(counts)
 
@@ -190,7 +190,7 @@ class TaskLoop(Generic[T]):
         self._work: Callable[[T], None] = self._refuse_safely
         self._end: Callable[[], None] = _nothing
 
-    def run(self) -> None:
+    def run_tasks(self) -> None:
         """Do tasks until the inbox is closed; tasks left in it are dropped."""
         try:
             self._work, self._end = self._begin()
@@ -300,7 +300,7 @@ class RowReader:
             self._shelf.close()
             self._shelf = None
 
-    def work(self, task: ReadTask) -> None:
+    def do_read(self, task: ReadTask) -> None:
         """Do one task and report it."""
         if isinstance(task, ReadRow):
             tried = RowTried(task.of.fetch.number, task.place, self._read(task))
@@ -355,21 +355,21 @@ class RowReader:
         share = self._opened.kinds[name.kind].share
         if not share.slabs:
             return None
-        data = self._staging.view(task.offset, share.nbytes)
-        footer = self._footer.view(0, share.footer_nbytes)
+        data = self._staging.bytes_at(task.offset, share.nbytes)
+        footer = self._footer.bytes_at(0, share.footer_nbytes)
         try:
             self._own_shelf().read(task.of.namespace, name, share.ranges(data, footer))
-            share.check(data, footer, task.of.namespace, name)
+            share.verify_row(data, footer, task.of.namespace, name)
         except RowMissing:
             return Problem.MISSING
         except RowDamaged as error:
             self._reports.warn("a damaged row: row=%s: %s", name.file_name, error)
             return Problem.DAMAGED
         except StoreError as error:
-            self._reports.count(read_failures=1)
+            self._reports.add_counts(read_failures=1)
             self._reports.warn("a row could not be read: row=%s: %s", name.file_name, error)
             return Problem.MISSING
-        self._reports.count(rows_read=1, bytes_read=share.nbytes + share.footer_nbytes)
+        self._reports.add_counts(rows_read=1, bytes_read=share.nbytes + share.footer_nbytes)
         return None
 
     def _load(self, task: LoadFetched) -> None:
@@ -377,7 +377,7 @@ class RowReader:
         try:
             for spans in self._spans(task.fetch, load):
                 self._copies.copy_in(spans)
-            for gaps in self._opened.gaps(load.need):
+            for gaps in self._opened.gaps_of_load(load.need):
                 fill_with_zeros(gaps)
         except (StoreError, PlanningError, MemoryError, RuntimeError) as error:
             # torch raises RuntimeError where a GPU has no memory: an expected error, which must not
@@ -385,7 +385,7 @@ class RowReader:
             self._reports.warn("a load failed: request=%s: %s", load.request, error)
             self._reports.answer(LoadFailed(load.request))
             return
-        self._reports.count(loads=1)
+        self._reports.add_counts(loads=1)
         self._reports.answer(Loaded(load.request))
 
     def _spans(self, fetch: Fetch, load: LoadRows) -> Iterator[Spans]:
@@ -447,9 +447,9 @@ class RowWriter:
             self._shelf = None
         if self._held is not None:
             self._held.close()
-        self._buffer.unpin()
+        self._buffer.unpin_pages()
 
-    def work(self, task: SaveUnderWay) -> None:
+    def do_save(self, task: SaveUnderWay) -> None:
         """Save all rows of a task; report as soon as its blocks have been read."""
         if task.after is not None:
             task.after.synchronize()
@@ -471,10 +471,11 @@ class RowWriter:
             if is_last:
                 answer_save(task, self._reports)
             sums = {
-                slab.number: checksum(self._buffer.view(slab.offset, slab.nbytes)) for slab in slabs
+                slab.number: checksum(self._buffer.bytes_at(slab.offset, slab.nbytes))
+                for slab in slabs
             }
             if self._held is not None:
-                self._held.renew()
+                self._held.renew_account()
             self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
             if slabs:
                 self._write(row, slabs)
@@ -494,22 +495,22 @@ class RowWriter:
 
     def _write(self, row: SaveRow, slabs: tuple[OwnSlab, ...]) -> None:
         ranges = [
-            (at, self._buffer.view(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
+            (at, self._buffer.bytes_at(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
         ]
         self._own_shelf().write(self._opened.writer, row.part, ranges)
         nbytes = sum(len(view) for _, view in ranges)
-        self._reports.count(rows_written=1, bytes_written=nbytes)
+        self._reports.add_counts(rows_written=1, bytes_written=nbytes)
 
     def _put_note(self, row: SaveRow, note: bytes) -> None:
         try:
             self._own_shelf().put_note(self._opened.writer, row.part, self._opened.rank, note)
         except StoreError as error:
-            self._reports.count(write_failures=1)
+            self._reports.add_counts(write_failures=1)
             self._reports.warn("a note was not left: row=%s: %s", row.name.file_name, error)
             self._reports.answer(SaveFailed(row.part))
 
     def _failure(self, row: SaveRow, why: str) -> bytes:
-        self._reports.count(write_failures=1)
+        self._reports.add_counts(write_failures=1)
         return failed_note(why)
 
     def _own_shelf(self) -> Shelf:
@@ -535,7 +536,7 @@ def refuse_save(
     """Answer a save that cannot go on, and write notes of failure for its other rows."""
     answer_save(task, reports)
     rows = task.save.rows[task.noted :]
-    reports.count(write_failures=len(rows))
+    reports.add_counts(write_failures=len(rows))
     try:
         with open_shelf() as shelf:
             for row in rows:

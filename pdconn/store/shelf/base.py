@@ -79,7 +79,7 @@ class Shelf(Protocol):
         """When the row was last used (seconds, epoch); None if there is no such row."""
         ...
 
-    def remove(self, namespace: str, name: RowName) -> int:
+    def remove_row(self, namespace: str, name: RowName) -> int:
         """Remove the row; the bytes that it had, 0 if it was gone."""
         ...
 

@@ -105,14 +105,14 @@ class FilesShelf:
                 raise RowMissing(f"{namespace}/{name.kind}/{name.file_name}: no such row")
             fd, _ = opened
             try:
-                self._transfer.read(fd, path, ranges, is_hot=path in self._recent)
+                self._transfer.read_ranges(fd, path, ranges, is_hot=path in self._recent)
             finally:
                 os.close(fd)
         except OSError as error:
             if error.errno == errno.ESTALE:  # removed by another machine
                 raise RowMissing(f"{path}: removed while it was read") from error
             raise failure("read", str(path), error) from error
-        self._recent.add(path)
+        self._recent.add_path(path)
 
     def rows(self, namespace: str | None = None) -> Iterator[StoredRow]:
         """Every committed row, in any order; those of all namespaces for None.
@@ -138,7 +138,7 @@ class FilesShelf:
             return
         for prefix in subfolders(top):
             for entry in listed(f"{top}/{prefix}"):
-                name = RowName.parse(kind, entry.name)
+                name = RowName.from_file_name(kind, entry.name)
                 if name is None or not entry.name.startswith(prefix) or len(prefix) != 2:
                     continue
                 with contextlib.suppress(FileNotFoundError):
@@ -162,7 +162,7 @@ class FilesShelf:
                 if error.errno in ABSENT:
                     continue
                 raise failure("touch", path, error) from error
-            self._recent.add(path)
+            self._recent.add_path(path)
 
     def used_at(self, namespace: str, name: RowName) -> float | None:
         """When the row was last used; None if there is no such row.
@@ -177,7 +177,7 @@ class FilesShelf:
             raise failure("look at", str(path), error) from error
         return None if found is None else found.st_mtime
 
-    def remove(self, namespace: str, name: RowName) -> int:
+    def remove_row(self, namespace: str, name: RowName) -> int:
         """Remove the row; the bytes that it had, 0 if it was gone.
 
         Raises:
@@ -252,7 +252,7 @@ class FilesShelf:
                             f"{path}: expected ranges within {nbytes} bytes, got "
                             f"{offset} + {len(buffer)}"
                         )
-                self._transfer.write(fd, ranges)
+                self._transfer.write_ranges(fd, ranges)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -322,7 +322,7 @@ class FilesShelf:
             self._clear(writer, part)
         except OSError as error:
             log.warning("pdconn: store: a committed part was not cleared: %s: %s", path, error)
-        self._recent.add(final)
+        self._recent.add_path(final)
         return is_new
 
     def discard(self, writer: str, part: str) -> None:

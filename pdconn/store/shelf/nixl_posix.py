@@ -32,7 +32,7 @@ class NixlTransfer(FileTransfer):
         except TransportError as error:
             raise ShelfFailure(f"shelf posix: {error}") from error
 
-    def read(
+    def read_ranges(
         self, fd: int, path: str, ranges: Sequence[tuple[int, Buffer]], *, is_hot: bool
     ) -> None:
         """Fill each buffer from its offset; as in :class:`FileTransfer`."""
@@ -42,7 +42,7 @@ class NixlTransfer(FileTransfer):
             raise RowDamaged(f"{path}: ends at {nbytes}, before a range does")
         self._move("READ", fd, ranges)
 
-    def write(self, fd: int, ranges: Sequence[tuple[int, Buffer]]) -> None:
+    def write_ranges(self, fd: int, ranges: Sequence[tuple[int, Buffer]]) -> None:
         """Write each buffer at its offset; as in :class:`FileTransfer`."""
         self._move("WRITE", fd, ranges)
 

@@ -51,7 +51,7 @@ def place_of(root: str | os.PathLike[str]) -> BucketPlace | None:
         raise FormatError(path, "what an engine wrote", data[:80]) from error
     if found.shelf != "obj":
         raise FormatError(path, "a shelf 'obj'", found.shelf)
-    return BucketPlace.of(found.bucket, found.endpoint, found.region)
+    return BucketPlace.from_path(found.bucket, found.endpoint, found.region)
 
 
 def check_files(root: str | os.PathLike[str]) -> None:
@@ -110,7 +110,7 @@ def open_shelf(settings: StoreSettings) -> Shelf:
     if settings.shelf == "obj":
         from pdconn.store.shelf.obj.shelf import ObjShelf
 
-        place = BucketPlace.of(settings.bucket or "", settings.endpoint, settings.region)
+        place = BucketPlace.from_path(settings.bucket or "", settings.endpoint, settings.region)
         keep_place(settings.root, place)
         return ObjShelf(settings.root, place)
     check_files(settings.root)

@@ -153,7 +153,7 @@ class FileTransfer:
         """As given, and False once the file system refused."""
         return self._direct_io
 
-    def read(
+    def read_ranges(
         self, fd: int, path: str, ranges: Sequence[tuple[int, Buffer]], *, is_hot: bool
     ) -> None:
         """Fill each buffer from its offset.
@@ -178,7 +178,7 @@ class FileTransfer:
                     raise RowDamaged(f"{path}: ends at {left.offset}, {left.nbytes} bytes early")
                 left = left.after(done)
 
-    def write(self, fd: int, ranges: Sequence[tuple[int, Buffer]]) -> None:
+    def write_ranges(self, fd: int, ranges: Sequence[tuple[int, Buffer]]) -> None:
         """Write each buffer at its offset.
 
         Raises:
@@ -236,7 +236,7 @@ class RecentRows:
     def __contains__(self, path: str) -> bool:
         return path in self._paths
 
-    def add(self, path: str) -> None:
+    def add_path(self, path: str) -> None:
         """Note that the file was used now."""
         with self._lock:
             self._paths[path] = None

@@ -206,11 +206,11 @@ def forecast(
     until = prompt_tokens - 1
     lent = block_tables(prefill.groups, until, ids, seed)
     taken = block_tables(decode.groups, until, ids, seed + 1)
-    need = Need.of(hit_tokens, until, taken.lists)
+    need = Need.for_range(hit_tokens, until, taken.lists)
     theirs = prefill.references(lent.num_blocks)
     table: list[list[_Pulled]] = []
     for rank, ours in enumerate(decode.references(taken.num_blocks)):
-        pairing = Pairing.of(ours, theirs, rank % decode.tp)
+        pairing = Pairing.between(ours, theirs, rank % decode.tp)
         groups_of_rank = range(len(ours.groups))
         table.append(
             [_pulled(pairing, n, need, lent.lists, max_laid_out_runs) for n in groups_of_rank]
@@ -296,7 +296,7 @@ def _pulled(
         sent.update({rank: spans.total_bytes for rank, spans in plan.reads})
     cost = Cost(moved.nbytes, runs, moved.saved_by_window, moved.saved_by_hits, moved.state)
     sources = frozenset(one.their_rank for one in templates)
-    return _Pulled(cost, sent, sources, templates[0].their_block_tokens if templates else None)
+    return _Pulled(cost, sent, sources, templates[0].theirs.block_tokens if templates else None)
 
 
 def _num_runs(template: Template, moved: Moved) -> int:
@@ -309,7 +309,8 @@ def _as_one_run(template: Template) -> Template:
     first = slice(0, 1)
 
     def cut(side: Side) -> Side:
-        return Side(side.start[first], side.stride[first], side.step[first])
+        start, stride, step = side.start[first], side.stride[first], side.step[first]
+        return replace(side, start=start, stride=stride, step=step)
 
     nbytes = np.array([template.sub_block_nbytes], dtype=np.int64)
     return replace(template, ours=cut(template.ours), theirs=cut(template.theirs), nbytes=nbytes)

@@ -149,7 +149,7 @@ def rehearse(reader: PagedTransport, lender: PagedTransport, limit_s: float | No
             )
         ) as puller:
             puller.post(ClaimTicket(request, f"{_NAME}/{boot}", ticket))
-            puller.post(ReadBlocks(request, Need.of(0, _BLOCK_TOKENS, blocks)))
+            puller.post(ReadBlocks(request, Need.for_range(0, _BLOCK_TOKENS, blocks)))
             _await_report(puller, limit_s)
 
 

@@ -12,10 +12,9 @@ stored prefix can end.  Of a windowed group it names the blocks of the tail that
 of a compressor's its whole window: the row keeps less of it, and does not need the rest.  Of
 states it names the last block.
 
-Used on the engine's thread.  Announcements wait in a queue, and :meth:`StoreEvents.take` works on a
-few rows of it in each step.  Beyond ``MAX_ROWS`` rows the least recently used one is announced as
-removed and forgotten: a row that a router still counts after it is gone attracts prompts that are
-then computed here.
+Used on the engine's thread.  Announcements wait in a queue, of which each step takes a few rows.
+Beyond ``MAX_ROWS`` rows the least recently used one is announced as removed and forgotten: a row
+that a router still counts after it is gone attracts prompts that are then computed here.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ class StoreEvents:
 
     # On the engine's thread
 
-    def saving(self, request: Any, names: Sequence[RowName]) -> None:
+    def note_saving(self, request: Any, names: Sequence[RowName]) -> None:
         """Announce these rows of vLLM's ``Request`` once they are committed."""
         for name in names:
             noted = self._noted.get(name.key) or self._note(request, name.index)
@@ -191,7 +190,7 @@ class StoreEvents:
                 if len(self._noted) > MAX_NOTED:
                     self._noted.popitem(last=False)
 
-    def serving(self, request: Any, names: Sequence[RowName]) -> None:
+    def note_hit(self, request: Any, names: Sequence[RowName]) -> None:
         """Announce these rows, from which a hit of ``request`` is loaded.
 
         ``names`` should be all rows that the hit depends on: FA rows from the first on, and the
@@ -209,7 +208,7 @@ class StoreEvents:
         for some in _parts(fresh):
             self._work.append(partial(self._serve, request, some))
 
-    def cleared(self, *, engine_announces: bool) -> None:
+    def note_reset(self, *, engine_announces: bool) -> None:
         """Forget all rows after a reset: they are not looked up any more.
 
         Args:
@@ -224,7 +223,7 @@ class StoreEvents:
         for some in _parts(list(self._announced)):
             self._work.append(partial(self._forget, some))
 
-    def take(self) -> list[KVCacheEvent]:
+    def next_events(self) -> list[KVCacheEvent]:
         """The next events, of about ``ROWS_AT_ONCE`` rows; the rest comes with later calls."""
         events: list[KVCacheEvent] = []
         room = ROWS_AT_ONCE
@@ -234,7 +233,7 @@ class StoreEvents:
             self._forget([next(iter(self._announced))], events)
         return events
 
-    def told(self, committed: Sequence[RowName], gone: Sequence[RowName]) -> None:
+    def note_rows(self, committed: Sequence[RowName], gone: Sequence[RowName]) -> None:
         """Announce rows that are there now, and rows gone: evicted, missing or damaged."""
         for some in _parts(committed):
             self._work.append(partial(self._commit, some))

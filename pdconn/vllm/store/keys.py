@@ -97,11 +97,11 @@ def _digest(facts: Any) -> str:
 def _model(model: Any, plain: _Plain) -> dict[str, Any]:
     hf = model.hf_config
     facts = {
-        "config": plain.of(hf.to_dict(), "hf_config"),
-        "text": plain.of(model.hf_text_config.to_dict(), "hf_text_config"),
+        "config": plain.plain_value(hf.to_dict(), "hf_config"),
+        "text": plain.plain_value(model.hf_text_config.to_dict(), "hf_text_config"),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "quantization_config": plain.of(model.quantization_config, "quantization_config"),
+        "quantization_config": plain.plain_value(model.quantization_config, "quantization_config"),
         "media": _media(model.multimodal_config, plain),
         "code": _code(model),
     }
@@ -111,7 +111,7 @@ def _model(model: Any, plain: _Plain) -> dict[str, Any]:
 
 
 def _code(model: Any) -> Any:
-    """The code that comes with a model, where it may run; with a commit it is part of that."""
+    """The code in a model's folder, if it may run; that of a hub's model is part of its commit."""
     if not model.trust_remote_code:
         return None
     files = sorted(Path(model.model).glob("*.py"))
@@ -136,7 +136,7 @@ def _media(config: Any, plain: _Plain) -> Any:
     )  # fmt: skip
     if config is None:
         return None
-    facts = {name: plain.of(getattr(config, name), name) for name in names}
+    facts = {name: plain.plain_value(getattr(config, name), name) for name in names}
     if scales := config.mm_encoder_fp8_scale_path:
         facts["scales"] = Path(scales).read_text(encoding="utf-8")
     return facts
@@ -156,21 +156,23 @@ class _Plain:
     def __init__(self) -> None:
         self.others: list[str] = []
 
-    def of(self, value: Any, where: str) -> Any:
+    def plain_value(self, value: Any, where: str) -> Any:
         """``value`` as JSON; ``where`` names its place in errors."""
         if isinstance(value, dict):
             kept = {key: each for key, each in value.items() if key not in _ELSEWHERE}
             if all(isinstance(key, str) for key in kept):
-                found = {key: self.of(each, f"{where}.{key}") for key, each in kept.items()}
+                found = {
+                    key: self.plain_value(each, f"{where}.{key}") for key, each in kept.items()
+                }
                 return {"mapping": found}
             return {"pairs": self._unordered(list(kept.items()), where)}
         if isinstance(value, list | tuple):
-            return [self.of(each, where) for each in value]
+            return [self.plain_value(each, where) for each in value]
         if isinstance(value, set | frozenset):  # their order differs from boot to boot
             return {"set": self._unordered(value, where)}
         if is_dataclass(value) and not isinstance(value, type):
             found = {each.name: getattr(value, each.name) for each in fields(value)}
-            return {f"record {type(value).__qualname__}": self.of(found, where)}
+            return {f"record {type(value).__qualname__}": self.plain_value(found, where)}
         return self._single(value, where)
 
     def _single(self, value: Any, where: str) -> Any:
@@ -184,7 +186,7 @@ class _Plain:
         return None
 
     def _unordered(self, values: Iterable[Any], where: str) -> list[str]:
-        return sorted(json.dumps(self.of(each, where), sort_keys=True) for each in values)
+        return sorted(json.dumps(self.plain_value(each, where), sort_keys=True) for each in values)
 
 
 _DIGEST = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
@@ -224,7 +226,7 @@ def _encoded(found: list[tuple[str | int, ...]] | None) -> bytes:
 
 
 def has_keys(request: Any) -> bool:
-    """Whether the prompt is one of tokens that stay, for an answer in tokens."""
+    """Whether the request has a prompt of tokens alone, and an answer in tokens."""
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None

@@ -49,7 +49,7 @@ class StateGroups:
         return bool(self.groups)
 
     @classmethod
-    def of(cls, config: Any) -> StateGroups:
+    def from_kv_cache_config(cls, config: Any) -> StateGroups:
         """From vLLM's ``KVCacheConfig``.
 
         Raises:
@@ -72,7 +72,7 @@ class StateGroups:
             found.append(_StateGroup(place, number, spec.block_size, speculates))
         return cls(tuple(found))
 
-    def keep(
+    def keep_boundary_states(
         self, ids: list[list[int]], passed: range, offers: Sequence[Offer], prompt_tokens: int
     ) -> None:
         """Keep blocks of ``ids`` that certainly hold the state at their end; the rest become holes.

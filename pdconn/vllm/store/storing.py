@@ -174,7 +174,7 @@ class Storing(SchedulerPart):
             namespace=self._namespace,
             writer=self._writer,
             clock=time.monotonic,
-            note_rows=None if self._events is None else self._events.told,
+            note_rows=None if self._events is None else self._events.note_rows,
         )
 
     # A request
@@ -221,7 +221,7 @@ class Storing(SchedulerPart):
         described = tuple(trimmed(group) for group in self._splits.described(blocks.ids))
         if self._store.update_state_after_alloc(name, described, count):
             if self._events is not None:
-                self._events.serving(request, self._store.rows_loaded(name))
+                self._events.note_hit(request, self._store.rows_loaded(name))
         elif count:  # what was promised is gone, and vLLM waits for it
             self._store.loads.fail_load(name)
 
@@ -259,7 +259,7 @@ class Storing(SchedulerPart):
                 continue
             self._pins.pin_blocks(saved.number, self._splits.of_engine(saved.blocks))
             if self._events is not None:
-                self._events.saving(known.request, saved.rows)
+                self._events.note_saving(known.request, saved.rows)
         return self._store.take_commands()
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -304,7 +304,7 @@ class Storing(SchedulerPart):
 
     def _note_reset(self, is_reset: bool) -> None:
         if self._events is not None:
-            self._events.cleared(engine_announces=is_reset)
+            self._events.note_reset(engine_announces=is_reset)
 
     def weights_changed(self) -> None:
         """Use another namespace: the engine's weights may be others from now on."""
@@ -319,11 +319,11 @@ class Storing(SchedulerPart):
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
-        return {} if self._store is None else self._store.take_counts()
+        return {} if self._store is None else self._store.take_store_counts()
 
     def take_gauges(self) -> dict[str, int]:
         """Bytes of the budget, if they have changed since the last call."""
-        usage = {} if self._store is None else self._store.usage()
+        usage = {} if self._store is None else self._store.budget_gauges()
         if usage == self._gauges:
             return {}
         self._gauges = usage
@@ -331,7 +331,7 @@ class Storing(SchedulerPart):
 
     def take_events(self) -> list[Any]:
         """KV events of rows committed and rows gone, since the last call."""
-        return [] if self._events is None else self._events.take()
+        return [] if self._events is None else self._events.next_events()
 
     def shutdown(self) -> None:
         """Stop the threads."""
@@ -356,7 +356,7 @@ class Storing(SchedulerPart):
         ids = [list(group) for group in blocks.ids]
         if self._states:
             offers = state.boundary_state_offloads.get(name, ())
-            self._states.keep(ids, passed, offers, known.request.num_prompt_tokens)
+            self._states.keep_boundary_states(ids, passed, offers, known.request.num_prompt_tokens)
         for group, block in known.partial.items():
             ids[group][: block + 1] = [0] * (block + 1)
         return tuple(list(group) for group in self._splits.described(ids))
@@ -367,4 +367,4 @@ class Storing(SchedulerPart):
         others = set(config.transfer_group_ids) - set(config.prefix_cacheable_group_ids)
         if others:
             raise FormatError("KV cache groups", "all of them cacheable by prefix", sorted(others))
-        self._states = StateGroups.of(config)
+        self._states = StateGroups.from_kv_cache_config(config)

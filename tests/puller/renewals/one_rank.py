@@ -84,7 +84,7 @@ class OneRank:
 
     def read(self, request: str) -> None:
         """Have the reader read what is claimed."""
-        self.pulls.apply_command(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
+        self.pulls.apply_command(ReadBlocks(request, Need.for_range(0, 12, BLOCKS)))
 
     def wait_s(self, seconds: float) -> None:
         """Time passes, and the rank looks what is due."""

@@ -20,7 +20,7 @@ def row_of(path: tuple[int, ...], kind: RowKind = RowKind.FA) -> RowName:
 
 
 def needs(name: RowName, other: RowName) -> bool:
-    """Whether ``other`` is of no use without ``name``."""
+    """Whether ``other`` depends on ``name``."""
     if name.kind is RowKind.WA:
         return False
     if other.kind is RowKind.WA:

@@ -92,14 +92,14 @@ class SteppingShelf(MemoryShelf):
             raise ShelfFailure("no discard now")
         super().discard(writer, part)
 
-    def remove(self, namespace: str, name: RowName) -> int:
+    def remove_row(self, namespace: str, name: RowName) -> int:
         self._step()
         if self._fails():
             raise ShelfFailure("no removal now")
         for where, other in self._shared.rows:
             if where == namespace and needs(name, other):
                 raise Wrong(f"{other} needs {name}, which is evicted")
-        return super().remove(namespace, name)
+        return super().remove_row(namespace, name)
 
 
 class SimulatedEngine:
@@ -118,13 +118,13 @@ class SimulatedEngine:
     def act(self, rng: random.Random) -> None:
         """Do something that an engine does."""
         if not self.is_open:
-            self.budget.open(self.shelf)
+            self.budget.open_accounts(self.shelf)
             self.is_open = True
         what = rng.choice(["step", "begin", "begin", "begin", "commit", "commit", "drop", "use"])
         getattr(self, f"_{what}")(rng)
 
     def _step(self, rng: random.Random) -> None:
-        self.budget.step(self.shelf, "ns-1")
+        self.budget.make_room(self.shelf, "ns-1")
 
     def _begin(self, rng: random.Random) -> None:
         """Save the next row of a prefix, or its WA row."""
@@ -151,10 +151,10 @@ class SimulatedEngine:
             before = row_of_need(name)
             if before is not None and not self.shelf.has(namespace, before):
                 raise ShelfFailure("what it needs is gone")
-            if not self.budget.commit(
+            if not self.budget.commit_row(
                 self.shelf, StoredPart(self.writer, part, nbytes), namespace, name
             ):
-                self.budget.release(nbytes)
+                self.budget.release_bytes(nbytes)
         except StoreError:
             self._give_up(part, nbytes)
 
@@ -168,7 +168,7 @@ class SimulatedEngine:
             self.shelf.discard(self.writer, part)
         except StoreError:
             return
-        self.budget.release(nbytes)
+        self.budget.release_bytes(nbytes)
 
     def _use(self, rng: random.Random) -> None:
         places = sorted(self.root.rows.rows)
@@ -178,7 +178,7 @@ class SimulatedEngine:
 
 
 def row_of_need(name: RowName) -> RowName | None:
-    """The row that this one is of no use without, as the saver knows it."""
+    """The row that this one depends on, as the saver knows it."""
     return PARENTS.get(name)
 
 
@@ -274,7 +274,7 @@ class SimulatedRoot:
             self.engines[0].act(self.rng)
             self.check()
         for _ in range(10):
-            self.engines[0].budget.step(self.engines[0].shelf, "ns-1")
+            self.engines[0].budget.make_room(self.engines[0].shelf, "ns-1")
         if not self.engines[0].budget.room.take_amount(SIZES[RowKind.FA]):
             raise Wrong("nothing can be saved")
 

@@ -56,14 +56,14 @@ def saved(accounts: Accounts, shelf: MemoryShelf, row: StoredRow, writer: str = 
     """Save a row as an engine does."""
     assert accounts.reserve(row.nbytes) == row.nbytes
     shelf.begin(writer, "p", row.nbytes)
-    return accounts.commit(shelf, StoredPart(writer, "p", row.nbytes), row)
+    return accounts.commit_row(shelf, StoredPart(writer, "p", row.nbytes), row)
 
 
 def test_no_more_is_reserved_than_is_free(ours: Accounts, theirs: Accounts) -> None:
     assert ours.reserve(600) == 600
     assert theirs.reserve(600) == 400
     assert theirs.usage() == Usage(CAPACITY, 0, 0, 1000, 200, 2)
-    ours.release(100)
+    ours.release_reserved(100)
     assert theirs.reserve(600) == 100
 
 
@@ -84,7 +84,7 @@ def test_a_committed_row_is_counted_and_no_longer_reserved(
     assert saved(ours, shelf, WINDOW)
     usage = ours.usage()
     assert (usage.committed, usage.wa, usage.reserved) == (96, 32, 0)
-    assert ours.remove(shelf, "ns-1", WINDOW.name) == 32
+    assert ours.remove_row(shelf, "ns-1", WINDOW.name) == 32
     assert (ours.usage().committed, ours.usage().wa) == (64, 0)
 
 
@@ -108,7 +108,7 @@ def test_a_row_that_cannot_be_counted_stays_reserved(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, fails, fail)
-        assert ours.commit(shelf, StoredPart("ours", "p", SIZE), ROW)
+        assert ours.commit_row(shelf, StoredPart("ours", "p", SIZE), ROW)
     assert shelf.has("ns-1", ROW.name)
     assert ours.usage().reserved == SIZE
 
@@ -126,7 +126,7 @@ def test_nothing_is_free_until_a_lost_count_is_made_again(
     assert not ours.usage().is_known
     assert recorded_usage(tmp_path) is None
     assert ours.reserve(1) == 0
-    ours.remove(shelf, "ns-1", ROW.name)  # does not make a count of nothing
+    ours.remove_row(shelf, "ns-1", ROW.name)  # does not make a count of nothing
     assert not ours.usage().is_known
     ours.recount(shelf)
     assert ours.usage().free == CAPACITY
@@ -194,9 +194,9 @@ def test_a_lock_that_is_never_free_is_an_error_and_changes_nothing(
     fd = os.open(tmp_path / "budget" / "lock", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(ShelfFailure, match="stopped"):
-        ours.commit(shelf, StoredPart("ours", "p", SIZE), ROW)
+        ours.commit_row(shelf, StoredPart("ours", "p", SIZE), ROW)
     with pytest.raises(ShelfFailure, match="stopped"):
-        ours.release(SIZE)
+        ours.release_reserved(SIZE)
     os.close(fd)
     assert not shelf.has("ns-1", ROW.name)
     assert ours.usage().reserved == SIZE
@@ -206,13 +206,13 @@ def test_new_rows_are_told_once_and_stop_evictions_until_then(
     ours: Accounts, theirs: Accounts, shelf: MemoryShelf
 ) -> None:
     assert saved(theirs, shelf, ROW, "theirs")
-    assert ours.evict(shelf, "ns-1", ROW.name) is None
+    assert ours.evict_row(shelf, "ns-1", ROW.name) is None
     assert ours.take_news() == [ROW]
     assert ours.take_news() == []
     assert saved(theirs, shelf, CHILD, "theirs")
     assert ours.list_rows(shelf) == list(shelf.rows())
     assert ours.take_news() == []
-    assert ours.evict(shelf, "ns-1", CHILD.name) == SIZE
+    assert ours.evict_row(shelf, "ns-1", CHILD.name) == SIZE
 
 
 def test_a_torn_line_of_news_spoils_no_other() -> None:
@@ -226,7 +226,7 @@ def test_a_torn_line_of_news_spoils_no_other() -> None:
 
 def test_leaving_forgets_the_account(tmp_path: Path, ours: Accounts) -> None:
     guest = Accounts(tmp_path, "guest", 10)
-    guest.leave()
+    guest.leave_root()
     guest.close()
     assert not ours.is_stale()
     assert ours.usage().num_writers == 1

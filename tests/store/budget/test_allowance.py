@@ -82,7 +82,7 @@ def test_what_cannot_be_released_stays_ready(
         raise ShelfFailure("locked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(accounts, "release", release)
+        patch.setattr(accounts, "release_reserved", release)
         with pytest.raises(ShelfFailure):
             allowance.top_up(accounts)
     assert accounts.usage().reserved == allowance.ready

@@ -101,7 +101,7 @@ def test_two_writers_never_get_more_than_the_capacity(
     assert granted(root) == 1000
     assert ours.accounts.usage().reserved == 1000
     assert ours.accounts.reserve(1) == 0
-    theirs.accounts.release(500)
+    theirs.accounts.release_reserved(500)
     assert ours.accounts.reserve(1000) == 500
 
 
@@ -120,7 +120,7 @@ def test_a_lock_without_its_path_is_caught(
 
 
 def test_a_lock_is_that_of_the_file_that_is_there_now(root: Path, writers: list[Writer]) -> None:
-    """The lock of a removed file locked out nobody who came later."""
+    """The lock of a removed file excluded no process that came later."""
     lock = root / "budget" / "lock"
     lock.unlink()
     writers[0].accounts.usage()
@@ -160,7 +160,7 @@ def test_a_row_whose_bytes_are_not_reserved_any_more_is_not_committed(
     theirs.accounts.recount(shelf)
     theirs.accounts.reserve(CAPACITY)
     with pytest.raises(ShelfFailure, match="reserved bytes, got"):
-        ours.accounts.commit(shelf, StoredPart("ours", "p", size), ROW)
+        ours.accounts.commit_row(shelf, StoredPart("ours", "p", size), ROW)
     assert not shelf.has("ns-1", ROW.name)
     shelf.discard("ours", "p")
 
@@ -191,15 +191,15 @@ def test_there_is_one_evictor(
 ) -> None:
     """Who had locked the removed file went on, beside who locked the new one."""
     ours, theirs = (Evictor(writer.accounts, None, lambda: 0.0) for writer in writers)
-    ours.step(shelf)
+    ours.evict_rows(shelf)
     assert ours.is_ours
     loss(root)
     if loss is without_lock_and_accounts:
         (root / "budget" / "evictor").unlink()
     writers[1].accounts.recount(shelf)
-    theirs.step(shelf)
+    theirs.evict_rows(shelf)
     assert theirs.is_ours
-    ours.step(shelf)
+    ours.evict_rows(shelf)
     assert not ours.is_ours
     for evictor in (ours, theirs):
         evictor.close()
@@ -213,8 +213,8 @@ def test_a_rank_shows_anew_that_its_writer_lives(
     ours, theirs = writers
     rank = HeldWriter(root, "theirs")
     loss(root)
-    assert rank.renew()
-    assert not rank.renew()
+    assert rank.renew_account()
+    assert not rank.renew_account()
     theirs.accounts.usage()
     theirs.accounts.close()
     assert ours.accounts.recount(shelf).forgotten == []
@@ -234,7 +234,7 @@ def test_any_history_with_losses_grants_no_byte_twice(
         if what == "reserve":
             ours.reserve(rng.randrange(CAPACITY))
         elif what == "release":
-            ours.release(rng.randrange(CAPACITY // 2))
+            ours.release_reserved(rng.randrange(CAPACITY // 2))
         elif what == "recount":
             ours.recount(shelf)
         elif what == "lose":
@@ -243,7 +243,7 @@ def test_any_history_with_losses_grants_no_byte_twice(
             row = stored((number,), 1.0)
             shelf.begin("w0", "p", row.nbytes)
             try:
-                ours.commit(shelf, StoredPart("w0", "p", row.nbytes), row)
+                ours.commit_row(shelf, StoredPart("w0", "p", row.nbytes), row)
             except ShelfFailure:
                 shelf.discard("w0", "p")
         committed = sum(found.nbytes for found in shelf.rows())

@@ -50,7 +50,7 @@ def test_engines_share_a_small_root(tmp_path: Path) -> None:
                     loaded += outcome.loaded
                     engine.settle()
                 assert nbytes_there(tmp_path) <= CAPACITY
-                for name, amount in engine.store.take_counts().items():
+                for name, amount in engine.store.take_store_counts().items():
                     if name in counts:
                         counts[name] += amount
     finally:

@@ -46,11 +46,11 @@ class Root:
         self.shelf.begin(writer, "p", SIZES[kind])
         part = StoredPart(writer, "p", SIZES[kind])
         row = StoredRow(namespace, name, SIZES[kind], self.now)
-        assert accounts.commit(self.shelf, part, row)
+        assert accounts.commit_row(self.shelf, part, row)
         return name
 
     def step(self) -> list[RowName]:
-        return [name for _, name in self.evictor.step(self.shelf)]
+        return [name for _, name in self.evictor.evict_rows(self.shelf)]
 
 
 @pytest.fixture
@@ -128,10 +128,10 @@ def test_one_evicts_and_another_follows(root: Root) -> None:
     assert len(root.step()) == 1
     root.save(99)
     second = root.evictor_of(root.theirs)
-    assert second.step(root.shelf) == []
+    assert second.evict_rows(root.shelf) == []
     assert not second.is_ours
     root.evictor.close()
-    assert len(second.step(root.shelf)) == 1
+    assert len(second.evict_rows(root.shelf)) == 1
     second.close()
 
 
@@ -141,10 +141,10 @@ def test_a_row_that_cannot_be_removed_is_passed_over_and_logged_once(
     names = [root.save(number) for number in range(16)]
 
     class Sticky(MemoryShelf):
-        def remove(self, namespace: str, name: RowName) -> int:
+        def remove_row(self, namespace: str, name: RowName) -> int:
             if name in names[:3]:
                 raise ShelfFailure("no permission")
-            return super().remove(namespace, name)
+            return super().remove_row(namespace, name)
 
     root.shelf = Sticky(root.rows)
     with caplog.at_level(logging.WARNING):
@@ -168,7 +168,7 @@ def test_nothing_goes_while_the_count_is_unknown(root: Root, tmp_path: Path) -> 
 def test_rows_that_are_gone_already_are_told_and_free_nothing(root: Root) -> None:
     names = [root.save(number) for number in range(16)]
     assert root.step() == names[:1]
-    root.shelf.remove("ns", names[1])
+    root.shelf.remove_row("ns", names[1])
     root.save(99)
     assert root.step() == names[1:3]
     assert root.evictor.evicted_nbytes == 2 * SIZE
@@ -195,9 +195,9 @@ def test_a_step_ends_after_a_while(root: Root) -> None:
     root.theirs.reserve(8 * SIZE)
 
     class Slow(MemoryShelf):
-        def remove(self, namespace: str, name: RowName) -> int:
+        def remove_row(self, namespace: str, name: RowName) -> int:
             root.now += 0.15
-            return super().remove(namespace, name)
+            return super().remove_row(namespace, name)
 
     root.shelf = Slow(root.rows)
     assert len(root.step()) == 2

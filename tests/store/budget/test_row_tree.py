@@ -46,22 +46,22 @@ def check(tree: RowTree, steps: list[Step]) -> None:
     search = Search()
     for what, place, at in steps:
         if what == "add":
-            tree.add(StoredRow(*place, 1, at))
+            tree.add_row(StoredRow(*place, 1, at))
             search.rows[place] = max(at, search.rows.get(place, at))
         elif what == "touch":
-            tree.touched(place, at)
+            tree.note_use(place, at)
             if place in search.rows:
                 search.rows[place] = max(at, search.rows[place])
         elif what == "remove":
-            tree.removed(place)
+            tree.drop_row(place)
             search.rows.pop(place, None)
             search.passed.discard(place)
         elif (victim := search.victim(None)) is not None:
             if what == "pass":
-                tree.passed_over(victim)
+                tree.skip_row(victim)
                 search.passed.add(victim)
             else:
-                tree.removed(victim)
+                tree.drop_row(victim)
                 del search.rows[victim]
         for kind in (None, *RowKind):
             assert tree.victim(kind) == search.victim(kind)
@@ -112,7 +112,7 @@ def test_evicting_everything_never_leaves_a_row_without_what_it_needs() -> None:
     while (victim := tree.victim()) is not None:
         left.discard(victim[1])
         assert not any(needs(victim[1], other) for other in left)
-        tree.removed(victim)
+        tree.drop_row(victim)
     assert not left
 
 
@@ -122,7 +122,7 @@ def test_two_files_of_one_key_do_no_harm() -> None:
     seen = set()
     while (victim := tree.victim()) is not None:
         seen.add(victim[1])
-        tree.removed(victim)
+        tree.drop_row(victim)
     assert seen == {first, second}
 
 
@@ -137,7 +137,7 @@ class IgnoresWindows(RowTree):
 
 
 class IgnoresUse(RowTree):
-    def touched(self, place: Place, used_at: float) -> None:
+    def note_use(self, place: Place, used_at: float) -> None:
         pass
 
 
@@ -159,9 +159,9 @@ class NewestFirst(RowTree):
 
 
 class ForgetsWhatWasFreed(RowTree):
-    def removed(self, place: Place) -> None:
+    def drop_row(self, place: Place) -> None:
         heaps = {kind: list(heap) for kind, heap in self._heaps.items()}
-        super().removed(place)
+        super().drop_row(place)
         self._heaps = heaps
 
 

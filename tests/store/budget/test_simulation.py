@@ -41,14 +41,14 @@ def no_reserve(patch: Patch) -> None:
 
 
 def free_before_commit(patch: Patch) -> None:
-    right = Accounts.commit
+    right = Accounts.commit_row
 
     def commit(self: Accounts, shelf: Shelf, part: StoredPart, row: StoredRow) -> bool:
-        self.release(row.nbytes)
+        self.release_reserved(row.nbytes)
         self._own.reserved += row.nbytes
         return right(self, shelf, part, row)
 
-    patch.setattr(Accounts, "commit", commit)
+    patch.setattr(Accounts, "commit_row", commit)
 
 
 def never_counted(patch: Patch) -> None:
@@ -61,7 +61,7 @@ def count_down_before_removal(patch: Patch) -> None:
         count = read_count(self._folder)
         if count is not None:
             write_count(self._folder, count.plus(-nbytes, name.kind))
-        return shelf.remove(namespace, name)
+        return shelf.remove_row(namespace, name)
 
     patch.setattr(Accounts, "_remove", remove)
 
@@ -126,21 +126,21 @@ def failed_discard_is_free(patch: Patch) -> None:
     def give_up(self: SimulatedEngine, part: str, nbytes: int) -> None:
         right(self, part, nbytes)
         if (self.writer, part) in self.root.rows.parts:
-            self.budget.release(nbytes)
+            self.budget.release_bytes(nbytes)
 
     patch.setattr(SimulatedEngine, "_give_up", give_up)
 
 
 def row_that_was_there_frees_twice(patch: Patch) -> None:
-    right = Accounts.commit
+    right = Accounts.commit_row
 
     def commit(self: Accounts, shelf: Shelf, part: StoredPart, row: StoredRow) -> bool:
         is_new = right(self, shelf, part, row)
         if not is_new:
-            self.release(row.nbytes)
+            self.release_reserved(row.nbytes)
         return is_new
 
-    patch.setattr(Accounts, "commit", commit)
+    patch.setattr(Accounts, "commit_row", commit)
 
 
 MUTANTS: list[Callable[[Any], None]] = [

@@ -1,4 +1,4 @@
-"""What somebody else put below ``ROOT/budget``: not followed, not waited for."""
+"""Foreign files below ``ROOT/budget`` are not followed, and not waited for."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stranger_in_a_files_place_is_an_error_that_names_it(
         try:
             accounts.recount(shelf)
             accounts.reserve(row.nbytes)
-            accounts.commit(shelf, StoredPart("ours", "p", row.nbytes), row)
+            accounts.commit_row(shelf, StoredPart("ours", "p", row.nbytes), row)
             os.close(accounts.try_evictor() or -1)
         finally:
             accounts.close()

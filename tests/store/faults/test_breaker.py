@@ -61,5 +61,5 @@ def test_one_request_waits_for_a_shelf_that_hangs(most_s: float) -> None:
     assert patience.is_over("c", 1.0, most_s, now + 1.0)
     assert patience.is_over("e", most_s + 0.1, most_s, now + most_s + 0.1)
     assert not patience.admits("g", now + most_s + 9.0), "the pause is longer"
-    patience.note_answer()
+    patience.shelf_answered()
     assert patience.admits("g", now + most_s + 9.0)

@@ -123,7 +123,7 @@ def check_works(engine: FakeEngine, root: Path, seed: int) -> None:
         with FilesShelf(root) as shelf:
             there = sum(row.nbytes for row in shelf.rows())
         usage = recorded_usage(root)
-        said = engine.store.usage()
+        said = engine.store.budget_gauges()
         return (
             usage is not None
             and usage.committed == there == said["store_committed_bytes"]
@@ -159,7 +159,7 @@ def settled_after(engine: FakeEngine, root: Path) -> bool:
         return False
     with FilesShelf(root) as shelf:
         there = sum(row.nbytes for row in shelf.rows())
-    return engine.store.usage().get("store_committed_bytes") == there
+    return engine.store.budget_gauges().get("store_committed_bytes") == there
 
 
 def test_rows_that_went_are_saved_again_without_being_missed_first(
@@ -219,7 +219,7 @@ def test_a_full_file_system_costs_a_few_lines_of_log_and_no_request(
             for seed in range(20):
                 assert engine.run(prompt(seed, 300)).wrong == 0
                 engine.settle()
-            failures = engine.store.take_counts()["store_save_failures"]
+            failures = engine.store.take_store_counts()["store_save_failures"]
             texts = [re.sub(r"row=\S+", "", one.getMessage()) for one in caplog.records]
             assert failures > 20
             assert any("No space left on device" in text for text in texts)
@@ -243,5 +243,5 @@ def test_believing_what_was_opened_once_is_caught(
     engine.settle()
     assert engine.run(prompt(2, 300)).loaded == 0
     engine.settle()
-    failures = engine.store.take_counts()["store_save_failures"]
+    failures = engine.store.take_store_counts()["store_save_failures"]
     assert failures > 0

@@ -59,5 +59,5 @@ def test_a_whole_row_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_believing_what_the_shelf_says_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: nothing is compared with the checksums."""
-    monkeypatch.setattr(RowShare, "check", lambda self, data, footer, namespace, name: None)
+    monkeypatch.setattr(RowShare, "verify_row", lambda self, data, footer, namespace, name: None)
     assert loaded(monkeypatch, PAGE)[1] > 0

@@ -237,8 +237,11 @@ GEMMA = hybrid(10, 52, 1024, 16, 512)
 
 
 def test_rows_have_the_sizes_of_the_models() -> None:
-    assert (GPT_OSS.fa.data_nbytes, GPT_OSS.of(RowKind.WA).data_nbytes) == (9 * MIB, 4.5 * MIB)
-    assert (GEMMA.fa.data_nbytes, GEMMA.of(RowKind.WA).data_nbytes) == (20 * MIB, 104 * MIB)
+    assert (GPT_OSS.fa.data_nbytes, GPT_OSS.for_kind(RowKind.WA).data_nbytes) == (
+        9 * MIB,
+        4.5 * MIB,
+    )
+    assert (GEMMA.fa.data_nbytes, GEMMA.for_kind(RowKind.WA).data_nbytes) == (20 * MIB, 104 * MIB)
     assert len(pieces(GEMMA.wa, 1 << 20)) == 4
 
 
@@ -257,14 +260,14 @@ def test_rows_have_the_sizes_of_the_models() -> None:
 def test_spacing_follows_the_setting(
     layout: StoreLayout, setting: int | str, every: int | None
 ) -> None:
-    assert Spacing.of(layout, setting).every == every
+    assert Spacing.from_setting(layout, setting).every == every
 
 
 def test_auto_keeps_bytes_of_windows_at_or_below_those_of_full_attention() -> None:
     for one in (GPT_OSS, GEMMA):
-        every = Spacing.of(one, "auto").every
+        every = Spacing.from_setting(one, "auto").every
         assert every is not None
-        wa, blocks = one.of(RowKind.WA), every * 40
+        wa, blocks = one.for_kind(RowKind.WA), every * 40
         saved = set()
         for index in Spacing(every).boundaries(0, blocks, frozenset()):
             saved |= set(pieces(one.wa, (index + 1) * 256))

@@ -150,8 +150,8 @@ def check_slabs(layout: RowLayout) -> None:
 def test_the_ranks_shares_are_the_row(side: Side) -> None:
     whole = store_layout(side.ranks, SIZE)
     for kind in RowKind:
-        check_slabs(whole.of(kind))
-        slabs = {(s.layer, s.chunk, s.head): s.nbytes for s in whole.of(kind).slabs}
+        check_slabs(whole.for_kind(kind))
+        slabs = {(s.layer, s.chunk, s.head): s.nbytes for s in whole.for_kind(kind).slabs}
         shared = {}
         for references in side.ranks:
             share = of_kind(share_layout([references], SIZE), kind)
@@ -163,7 +163,7 @@ def test_the_ranks_shares_are_the_row(side: Side) -> None:
 def of_kind(layout: StoreLayout, kind: RowKind) -> RowLayout:
     if kind is RowKind.WA and layout.wa is None:
         return RowLayout(kind, SIZE, ())
-    return layout.of(kind)
+    return layout.for_kind(kind)
 
 
 def test_the_heads_of_a_rank_are_one_range_of_a_section() -> None:
@@ -185,7 +185,7 @@ def test_a_state_is_a_slab_of_each_part_and_piece_in_wa_rows() -> None:
         return store_layout(side.ranks, SIZE)
 
     layout = made()
-    [section] = [s for s in layout.of(RowKind.WA).sections if s.kind is AttentionKind.STATE]
+    [section] = [s for s in layout.for_kind(RowKind.WA).sections if s.kind is AttentionKind.STATE]
     assert (section.unit_tokens, section.units, section.num_heads) == (SIZE, 1, 4)
     sizes = {(layer.name, layer.chunk): section.slab_nbytes(layer) for layer in section.layers}
     assert sizes == {("8", 0): 24, ("8", 1): 8, ("9", 0): 24, ("9", 1): 8}
@@ -218,7 +218,7 @@ def test_windows_alone_are_refused() -> None:
 
 def test_there_are_no_window_rows_of_a_model_without_windows() -> None:
     layout = store_layout(engine(sorts=(FULL,), stages=(FULL.numbers,)).ranks, SIZE)
-    assert layout.of(RowKind.FA) is layout.fa
+    assert layout.for_kind(RowKind.FA) is layout.fa
     with pytest.raises(FormatError) as raised:
-        layout.of(RowKind.WA)
+        layout.for_kind(RowKind.WA)
     assert raised.value.field == "row kind"

@@ -90,14 +90,14 @@ keys_of = st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES)
 @given(st.sampled_from(RowKind), keys_of, keys_of, st.integers(0, 10**8 - 1))
 def test_a_file_name_tells_the_name(kind: RowKind, key: bytes, parent: bytes, index: int) -> None:
     name = RowName(kind, key, parent, index)
-    assert RowName.parse(kind, name.file_name) == name
+    assert RowName.from_file_name(kind, name.file_name) == name
 
 
 @pytest.mark.parametrize(
     "other", ["", "lock", "a.b.1", "0" * 32 + ".5", "G" * 32 + "." + "0" * 32 + ".1"]
 )
 def test_other_files_have_no_name(other: str) -> None:
-    assert RowName.parse(RowKind.FA, other) is None
+    assert RowName.from_file_name(RowKind.FA, other) is None
 
 
 @pytest.mark.parametrize(

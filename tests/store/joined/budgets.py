@@ -20,20 +20,20 @@ class EndlessBudget:
     def __init__(self) -> None:
         self.room = _Endless()
 
-    def open(self, shelf: Any) -> None: ...
+    def open_accounts(self, shelf: Any) -> None: ...
 
-    def step(self, shelf: Any, namespace: str) -> list[Any]:
+    def make_room(self, shelf: Any, namespace: str) -> list[Any]:
         return []
 
-    def commit(self, shelf: Any, part: Any, namespace: str, name: Any) -> bool:
+    def commit_row(self, shelf: Any, part: Any, namespace: str, name: Any) -> bool:
         return bool(shelf.commit(part.writer, part.part, namespace, name))
 
-    def release(self, nbytes: int) -> None: ...
+    def release_bytes(self, nbytes: int) -> None: ...
 
-    def remove(self, shelf: Any, namespace: str, name: Any) -> int:
-        return int(shelf.remove(namespace, name))
+    def remove_damaged(self, shelf: Any, namespace: str, name: Any) -> int:
+        return int(shelf.remove_row(namespace, name))
 
-    def usage(self) -> dict[str, int]:
+    def usage_gauges(self) -> dict[str, int]:
         return {}
 
     def take_listing(self) -> None:

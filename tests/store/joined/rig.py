@@ -1,7 +1,7 @@
 """An engine without a model: real scheduler and rank parts of a store over real memory.
 
 KV of a token is made of the whole prefix before it, its layer and its head, so that bytes of
-another prompt, head, layer or position are told at once.
+another prompt, head, layer or position are noticed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Shape:
 
 @dataclass
 class Outcome:
-    """What a request's run told."""
+    """The result of one request."""
 
     loaded: int
     computed: int
@@ -205,14 +205,14 @@ class FakeEngine:
         commands: list[StoreCommand] = self.store.take_commands()
         for rank in self.rank_stores:
             for command in commands:
-                rank.post(command)
+                rank.post_command(command)
             if passed:
                 rank.after_pass()
         for rank in self.rank_stores:
             for request in rank.take_loaded():
                 self._reported[request] = self._reported.get(request, 0) + 1
             assert not rank.take_load_failures()
-            results = rank.results()
+            results = rank.take_results()
             for number in self.store.note_results(() if self.drops_results else results):
                 self._unpin(self.pinned.pop(number))
 

@@ -4,7 +4,7 @@ The engine runs ahead: it schedules a pass before it knows which drafts of the l
 accepted, and counts all of them as computed until then::
 
     pass 1    x d d d      computed, as the engine counts: 4
-    pass 2          ...    scheduled now; pass 1 is told: one draft was accepted, 2 tokens
+    pass 2          ...    scheduled now; pass 1 reports: one draft was accepted, 2 tokens
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def generate(
     asked: list[int],
     answer: list[int],
     rng: np.random.Generator,
-    told: Callable[[list[int], list[int]], list[int]],
+    given: Callable[[list[int], list[int]], list[int]],
 ) -> None:
-    """Answer a prompt with drafts, and save; ``told`` picks the tokens that the store is told."""
+    """Answer a prompt with drafts, and save; ``given`` picks the tokens that the store gets."""
     known = list(asked)
     whole = [*asked, *answer]
     made.store.on_new_request(
-        "drafted", told(known, whole), len(asked), lambda: (), may_load=False, reads_files=False
+        "drafted", given(known, whole), len(asked), lambda: (), may_load=False, reads_files=False
     )
     ids = made._allocate(len(whole) + 2 * DRAFTS + 2)
     made.store.update_state_after_alloc(
@@ -53,7 +53,7 @@ def generate(
             for group, held in enumerate(saved.blocks):
                 for block in held.ids:
                     made.refs[group, block] += bool(block)
-        if accepted:  # the pass before is told now
+        if accepted:  # the pass before reports now
             known += whole[len(known) : len(known) + accepted]
             before = len(known) - 1
         right = int(rng.integers(0, DRAFTS + 1))
@@ -67,14 +67,14 @@ def generate(
     made.store.request_finished("drafted")
 
 
-def wrong_bytes(told: Callable[[list[int], list[int]], list[int]]) -> tuple[int, int]:
+def wrong_bytes(given: Callable[[list[int], list[int]], list[int]]) -> tuple[int, int]:
     """Of prompts and answers loaded by another engine: wrong bytes, and tokens loaded."""
     wrong = loaded = 0
     for seed in range(6):
         rows = MemoryRows()
         asked, answer = prompt(seed, 90), prompt(100 + seed, 230)
         with engine(rows, Model(), Shape(), save="all", window_every="all") as made:
-            generate(made, asked, answer, np.random.default_rng(seed), told)
+            generate(made, asked, answer, np.random.default_rng(seed), given)
         with engine(rows, Model(), Shape(tp=2), writer="reader") as made:
             outcome = made.run([*asked, *answer, *prompt(200, 30)])
             wrong += outcome.wrong
@@ -82,9 +82,9 @@ def wrong_bytes(told: Callable[[list[int], list[int]], list[int]]) -> tuple[int,
     return wrong, loaded
 
 
-@pytest.mark.parametrize("is_early", [False, True], ids=["accepted tokens", "mutant: told early"])
+@pytest.mark.parametrize("is_early", [False, True], ids=["accepted tokens", "mutant: given early"])
 def test_rejected_drafts_are_in_no_row(is_early: bool) -> None:
-    """The mutant tells the store tokens that passes under way have yet to confirm."""
+    """The mutant gives the store tokens that passes under way have yet to confirm."""
     wrong, loaded = wrong_bytes(lambda known, whole: whole if is_early else known)
     assert loaded >= 6 * 192
     assert bool(wrong) == is_early

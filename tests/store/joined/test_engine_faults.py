@@ -14,7 +14,18 @@ from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, prompt
 
-CALLS = ("has", "read", "rows", "touch", "remove", "begin", "write", "put_note", "notes", "commit")
+CALLS = (
+    "has",
+    "read",
+    "rows",
+    "touch",
+    "remove_row",
+    "begin",
+    "write",
+    "put_note",
+    "notes",
+    "commit",
+)
 
 
 class FailingShelf:

@@ -23,10 +23,10 @@ class Reserved:
     def __init__(self) -> None:
         self.released = 0
 
-    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+    def commit_row(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
         return shelf.commit(part.writer, part.part, namespace, name)
 
-    def release(self, nbytes: int) -> None:
+    def release_bytes(self, nbytes: int) -> None:
         self.released += nbytes
 
 
@@ -90,7 +90,7 @@ def test_what_is_said_of_rows_that_are_settled_is_forgotten() -> None:
 def test_a_part_that_a_late_rank_makes_anew_is_discarded(
     again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bytes are nobody's: they were given back when the row was given up."""
+    """Its bytes are not reserved: they were returned when the row was given up."""
     if not again:
         monkeypatch.setattr(keeper, "_AGAIN_S", float("inf"))
     saving = Saving()

@@ -51,7 +51,7 @@ def keeper_on(opens: Callable[[], Shelf]) -> tuple[Keeper, KeeperLoop]:
         clock=time.monotonic,
     )
     keeper = Keeper(
-        Worker("pdconn-store-keeper", loop.run, inbox, outbox),
+        Worker("pdconn-store-keeper", loop.run_keeper, inbox, outbox),
         sizes=ShareSizes(1, 1),
         row_nbytes={RowKind.FA: 1},
         room=None,
@@ -126,10 +126,10 @@ def test_reports_of_before_a_reset_make_no_row_known() -> None:
     loop._owed.committed.append(ROW)
     loop._owed.settled.append(ROW)
     loop._report()
-    keeper.cleared("after")
+    keeper.change_namespace("after")
     assert not keeper.is_saving()
     assert keeper.is_wanted(ROW)
-    loop._owed.at("after").committed.append(ROW)
+    loop._owed.in_namespace("after").committed.append(ROW)
     loop._report()
     keeper.take_reports()
     assert not keeper.is_wanted(ROW), "the control"

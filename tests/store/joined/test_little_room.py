@@ -53,9 +53,9 @@ def test_a_prefix_that_staging_cuts_is_counted_each_time_and_said_once(
     try:
         made.run(PROMPT)
         made.settle()
-        made.store.take_counts()
+        made.store.take_store_counts()
         assert [made.run(PROMPT).loaded for _ in range(3)] == [tokens] * 3
-        counts = made.store.take_counts()
+        counts = made.store.take_store_counts()
     finally:
         made.close()
     is_cut = tokens < 192

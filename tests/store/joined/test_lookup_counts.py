@@ -28,7 +28,7 @@ def test_a_pulled_prompt_is_hashed_and_no_look_up_that_misses() -> None:
     with engine(MemoryRows(), Model(), Shape()) as made:
         pulled(made, prompt(1, 300))
         made.run(prompt(2, 300))
-        counts = made.store.take_counts()
+        counts = made.store.take_store_counts()
     assert counts["store_lookups"] == counts["store_misses"] == 1
 
 
@@ -39,12 +39,12 @@ def test_a_hit_that_is_looked_for_again_is_one_look_up() -> None:
     with engine(rows, Model(), Shape(), window_every="all") as made:
         made.run(tokens)
         made.settle()
-        made.store.take_counts()
+        made.store.take_store_counts()
         for namespace, name in list(rows.rows):
             if name.kind is RowKind.FA and name.index == 3:
                 del rows.rows[namespace, name]
         assert made.run(tokens).loaded == 192
-        counts = made.store.take_counts()
+        counts = made.store.take_store_counts()
     assert counts["store_lookups"] == counts["store_hits"] == 1
 
 
@@ -72,7 +72,7 @@ def test_a_shelf_that_does_not_answer_is_counted() -> None:
             "waits", tokens, len(tokens), lambda: (), may_load=True, reads_files=False
         )
         assert made._ask("waits", len(tokens), 0, later) == 0
-        counts = made.store.take_counts()
+        counts = made.store.take_store_counts()
     finally:
         gone_on.set()
         made.close()

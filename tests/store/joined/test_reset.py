@@ -24,13 +24,13 @@ class ResettingBudget:
     def __init__(self) -> None:
         self.namespace = "before"
 
-    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+    def commit_row(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
         if self.namespace == "before":
             self.namespace = "after"
             write(shelf, 1, b"bytes of others")
         return shelf.commit(part.writer, part.part, namespace, name)
 
-    def release(self, nbytes: int) -> None:
+    def release_bytes(self, nbytes: int) -> None:
         pass
 
 

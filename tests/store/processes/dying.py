@@ -24,7 +24,7 @@ from pdconn.threads import AmountBox
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 
-STEPS = ("begin", "write", "put_note", "commit", "remove", "discard")
+STEPS = ("begin", "write", "put_note", "commit", "remove_row", "discard")
 MODEL, SHAPE = Model(window=40), Shape(tp=2)
 NUM_ROWS = 9
 """Rows that the root has room for: fewer than are saved, so that some are evicted."""
@@ -87,7 +87,7 @@ def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None
     if mutant == "no budget":
         AmountBox.take_amount = lambda self, amount: True  # type: ignore[method-assign]
         Accounts._check_covered = lambda self, row: None  # type: ignore[method-assign]
-        Evictor.step = lambda self, shelf: []  # type: ignore[method-assign]
+        Evictor.evict_rows = lambda self, shelf: []  # type: ignore[method-assign]
     engine = FakeEngine(
         settings(root), MODEL, SHAPE, shelf=lambda: Dying(root), budget=None, writer="first"
     )

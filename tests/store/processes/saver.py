@@ -37,12 +37,12 @@ class Saver:
         self._number = 0
 
     def run(self) -> None:
-        self.budget.open(self.shelf)
+        self.budget.open_accounts(self.shelf)
         print("begun", flush=True)
         while True:
             gone: list[RowName] = []
             with contextlib.suppress(StoreError):  # another is stopped while it has the lock
-                gone = self.budget.step(self.shelf, "ns")
+                gone = self.budget.make_room(self.shelf, "ns")
             for name in gone:
                 print("evicted", name.file_name, flush=True)
             prefix = tuple(self.rng.randrange(3) for _ in range(self.rng.randrange(1, 8)))
@@ -66,9 +66,9 @@ class Saver:
             self.shelf.write(self.writer, part, [(0, data)])
             try:
                 stored = StoredPart(self.writer, part, nbytes)
-                if not self.budget.commit(self.shelf, stored, "ns", name):
-                    self.budget.release(nbytes)
+                if not self.budget.commit_row(self.shelf, stored, "ns", name):
+                    self.budget.release_bytes(nbytes)
                 print("saved", name.file_name, flush=True)
             except StoreError:
                 self.shelf.discard(self.writer, part)
-                self.budget.release(nbytes)
+                self.budget.release_bytes(nbytes)

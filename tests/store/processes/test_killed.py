@@ -86,7 +86,7 @@ def check_what_is_left(root: Path) -> None:
         writer.close()
     usage = recorded_usage(root)
     assert usage is not None
-    with FilesShelf(root) as shelf:  # nobody evicts any more
+    with FilesShelf(root) as shelf:  # no process evicts any more
         assert usage.committed == sum(row.nbytes for row in shelf.rows())
     assert usage.committed + usage.reserved <= wanted.capacity
 

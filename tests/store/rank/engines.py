@@ -143,7 +143,7 @@ class StoredEngine:
     def post(self, command: StoreCommand) -> None:
         """Post to every rank."""
         for store in self.stores:
-            store.post(command)
+            store.post_command(command)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until a report makes ``condition`` true."""
@@ -151,7 +151,7 @@ class StoredEngine:
         while not condition():
             assert time.monotonic() < until, "nothing was reported in time"
             for store in self.stores:
-                store.wait(0.001)
+                store.wait_for_answer(0.001)
 
     def answer(self, rank: int, number: int) -> StoreResult:
         """The one answer of ``rank`` to command ``number``."""
@@ -166,7 +166,7 @@ class StoredEngine:
 
     def results_of(self, rank: int) -> list[StoreResult]:
         """All that ``rank`` has answered."""
-        self._results[rank] += self.stores[rank].results()
+        self._results[rank] += self.stores[rank].take_results()
         return self._results[rank]
 
     def save(self, names: Iterable[RowName], label: str = "p") -> SaveRows:
@@ -260,7 +260,7 @@ class StoredEngine:
 
     def need(self, held: int = 0, until: int = TOKENS) -> Need:
         """All of the request's blocks."""
-        return Need.of(held, until, self.side.tables)
+        return Need.for_range(held, until, self.side.tables)
 
     def names(self, held: int = 0, until: int = TOKENS) -> list[RowName]:
         """The rows that tokens ``[held, until)`` need, in order."""

@@ -45,7 +45,7 @@ class Rows:
 
     def commit(self, opening: OpenStore, row: SaveRow, num_ranks: int) -> None:
         """Make a row of a part and the notes of all ranks."""
-        layout = opening.layout.of(row.name.kind)
+        layout = opening.layout.for_kind(row.name.kind)
         notes = self.notes[row.part]
         assert sorted(notes) == list(range(num_ranks))
         sums = joined([decode_note(note) for note in notes.values()], len(layout.slabs))
@@ -106,5 +106,5 @@ class RowsShelf:
 
 
 def ok(notes: Mapping[int, bytes]) -> bool:
-    """Whether no note tells of a failure."""
+    """Whether no note reports a failure."""
     return all(note[:2] == b"ok" for note in notes.values())

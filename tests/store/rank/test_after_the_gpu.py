@@ -21,7 +21,7 @@ def test_blocks_are_loaded_after_the_point_and_not_before() -> None:
     with StoredEngine(Shape(heads=2), rows, filled=False, seed=2).opened() as ours:
         ours.fetch(ours.names())
         (store,) = ours.stores
-        store.post(LoadRows(ours._number, "r", ours.need()), point)
+        store.post_command(LoadRows(ours._number, "r", ours.need()), point)
         time.sleep(HELD_S)
         assert not store.take_loaded()
         for base, labels in ours.side.labels(0, False).items():

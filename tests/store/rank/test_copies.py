@@ -124,7 +124,7 @@ def test_a_copy_takes_no_memory_but_what_is_held(monkeypatch: pytest.MonkeyPatch
 
 
 class Stream:
-    """Of a GPU: what is asked of it runs on until somebody waits for it."""
+    """A stream of a GPU: what is queued runs on until a thread waits for it."""
 
     is_running = False
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a row, its fetch says so and its bytes are served to nobody."""
+"""Whatever is wrong with a row, its fetch reports it and its bytes are not served."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_whole_footer_that_says_something_else_is_damage(
 def test_without_verification_a_flipped_byte_is_served(
     rows: Rows, ours: StoredEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowShare, "check", lambda *_: None)
+    monkeypatch.setattr(RowShare, "verify_row", lambda *_: None)
     the(rows, fa(2))[5] ^= 1
     assert all(r == FetchResult(r.number) for r in ours.fetch(ours.names()))
     ours.load(ours.need())
@@ -155,7 +155,7 @@ def test_rows_that_cannot_be_read_are_missing_and_all_others_are_tried(
     assert [r.missing for r in ours.fetch(ours.names())] == [(fa(1), wa(2))] * 2
     assert set(rows.reads) == set(ours.names())
     refused(ours)
-    counts = ours.stores[0].take_counts()
+    counts = ours.stores[0].take_rank_counts()
     assert counts["rows_missing"] == 2
     assert counts.get("read_failures", 0) == (2 if isinstance(error, ShelfFailure) else 0)
 
@@ -211,7 +211,7 @@ def test_a_store_opened_again_with_another_layout_stays_as_it_was(ours: StoredEn
 
 
 class Gate:
-    """Holds reads back, and tells that one has come."""
+    """Holds reads back, and signals that one has begun."""
 
     def __init__(self, rows: Rows) -> None:
         self.came, self.go = threading.Semaphore(0), threading.Event()
@@ -235,7 +235,7 @@ def test_a_dropped_fetch_reads_no_more_rows_and_answers_when_its_reads_have_ende
         ours.post(DropFetch(first))
         ours.post(DropFetch(second))
         assert ours.results_of(0) == [FetchResult(second)], (
-            "bytes that are still written to were given up, or those that nobody writes to were not"
+            "bytes that are still written to were given up, or those that are not were kept"
         )
         gate.go.set()
         assert ours.answer(0, first) == FetchResult(first), "left out is not missing"
@@ -277,7 +277,7 @@ def test_loads_that_find_no_memory_fail_and_switch_nothing_off(
 def test_a_load_that_the_scheduler_gives_up_is_reported_by_every_rank(ours: StoredEngine) -> None:
     ours.post(FailLoad("gone"))
     assert [store.take_load_failures() for store in ours.stores] == [["gone"]] * 2
-    assert all(store.take_counts()["load_failures"] == 1 for store in ours.stores)
+    assert all(store.take_rank_counts()["load_failures"] == 1 for store in ours.stores)
 
 
 # Errors that no shelf should raise
@@ -331,7 +331,7 @@ def test_a_rank_that_cannot_begin_answers_everything(
         if place == "shelf":
             rows.before_open = fail
         elif place == "layout":
-            monkeypatch.setattr(RowShare, "of", fail)
+            monkeypatch.setattr(RowShare, "from_layouts", fail)
         else:
             monkeypatch.setattr(threading.Thread, "start", fail)
         ours.opened()

@@ -62,7 +62,7 @@ ENGINE = engine(FULL, SLIDING)
 def test_a_save_is_the_load_of_the_same_row_backwards() -> None:
     pairing = full_pairing(ENGINE)
     saved = runs(pairing.spans_to_save(2, BLOCKS, STAGING))
-    loaded = runs(pairing.spans_to_load(Need.of(128, 192, BLOCKS), [(2, STAGING)]))
+    loaded = runs(pairing.spans_to_load(Need.for_range(128, 192, BLOCKS), [(2, STAGING)]))
     assert saved == loaded
     assert sum(nbytes for _, _, nbytes in saved) == pairing.share.data_nbytes
 
@@ -85,9 +85,13 @@ def test_a_row_lies_in_slabs_of_its_share() -> None:
 def test_rows_may_lie_anywhere_and_in_any_order() -> None:
     pairing = full_pairing(ENGINE)
     apart = [(1, STAGING + 10 * pairing.stride), (0, STAGING), (2, STAGING + (1 << 30) + 1)]
-    together = runs(pairing.spans_to_load(Need.of(0, 192, BLOCKS), apart))
+    together = runs(pairing.spans_to_load(Need.for_range(0, 192, BLOCKS), apart))
     alone = [
-        runs(pairing.spans_to_load(Need.of(64 * index, 64 * index + 64, BLOCKS), [(index, at)]))
+        runs(
+            pairing.spans_to_load(
+                Need.for_range(64 * index, 64 * index + 64, BLOCKS), [(index, at)]
+            )
+        )
         for index, at in apart
     ]
     assert together == set.union(*alone)
@@ -99,14 +103,14 @@ def test_runs_do_not_join_across_rows_that_lie_apart() -> None:
     pairing = full_pairing(side)
     assert pairing.share.data_nbytes == pairing.stride
     rows = [(0, STAGING), (1, STAGING + 3 * pairing.stride)]
-    parts = pairing.spans_to_load(Need.of(0, 128, side.tables), rows)
+    parts = pairing.spans_to_load(Need.for_range(0, 128, side.tables), rows)
     assert sorted(nbytes for _, _, nbytes in runs(parts)) == [pairing.stride] * 2
 
 
 def test_a_long_load_is_planned_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     pairing = full_pairing(ENGINE)
     rows = [(index, STAGING + index * pairing.stride) for index in range(4)]
-    need = Need.of(24, 256, BLOCKS)
+    need = Need.for_range(24, 256, BLOCKS)
     whole = list(pairing.spans_to_load(need, rows))
     monkeypatch.setattr(shares_module, "_BATCH_RUNS", 1)
     batched = list(pairing.spans_to_load(need, rows))
@@ -184,11 +188,11 @@ def test_a_row_that_was_not_fetched_is_refused() -> None:
     with pytest.raises(MissingBlock, match="tokens from 64 on are needed and not lent"):
         runs(
             full_pairing(ENGINE).spans_to_load(
-                Need.of(0, 192, BLOCKS), [(0, STAGING), (2, STAGING + (1 << 20))]
+                Need.for_range(0, 192, BLOCKS), [(0, STAGING), (2, STAGING + (1 << 20))]
             )
         )
     with pytest.raises(MissingBlock):
-        runs(full_pairing(ENGINE).spans_to_load(Need.of(0, 64, BLOCKS), []))
+        runs(full_pairing(ENGINE).spans_to_load(Need.for_range(0, 64, BLOCKS), []))
 
 
 def test_a_block_beyond_the_cache_is_refused() -> None:
@@ -198,7 +202,7 @@ def test_a_block_beyond_the_cache_is_refused() -> None:
 
 
 def test_nothing_is_copied_where_all_is_held() -> None:
-    assert runs(full_pairing(ENGINE).spans_to_load(Need.of(128, 128, BLOCKS), [])) == set()
+    assert runs(full_pairing(ENGINE).spans_to_load(Need.for_range(128, 128, BLOCKS), [])) == set()
 
 
 def test_a_rank_without_layers_of_a_kind_copies_nothing() -> None:
@@ -206,7 +210,7 @@ def test_a_rank_without_layers_of_a_kind_copies_nothing() -> None:
     pairing = RowPairing(side.ranks[0], RowLayout(shares_module.RowKind.WA, SIZE, ()))
     assert pairing.stride == 0
     assert pairing.spans_to_save(0, BLOCKS[:1], STAGING) == []
-    assert list(pairing.spans_to_load(Need.of(0, 64, BLOCKS[:1]), [(0, STAGING)])) == []
+    assert list(pairing.spans_to_load(Need.for_range(0, 64, BLOCKS[:1]), [(0, STAGING)])) == []
 
 
 def test_the_share_of_another_rank_is_refused() -> None:

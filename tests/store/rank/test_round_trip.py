@@ -49,7 +49,7 @@ def test_ranks_that_hold_the_same_heads_write_each_slab_once(
         for row in save.rows:
             ranges = sorted((at, n) for part, at, n in rows.written if part == row.part)
             ends = [at + n for at, n in ranges]
-            assert ends[-1] == theirs.layout.of(row.name.kind).data_nbytes
+            assert ends[-1] == theirs.layout.for_kind(row.name.kind).data_nbytes
             assert [at for at, _ in ranges] == [0, *ends[:-1]]
     with StoredEngine(Shape(heads=shape.heads, row_nbytes=row_nbytes, window=window), rows,
                       filled=False, seed=3).opened() as ours:  # fmt: skip
@@ -87,7 +87,7 @@ def test_the_oracle_sees_a_swapped_head() -> None:
         share = ours.layout.fa
         swapped = share.slabs[1].offset
         ours.fetch(ours.names())
-        staging = staging_of(ours).view(0, share.data_nbytes)
+        staging = staging_of(ours).bytes_at(0, share.data_nbytes)
         first, other = (staging[at : at + 4096] for at in (0, swapped))
         first[:], other[:] = bytes(other), bytes(first)
         ours.load(ours.need())
@@ -155,7 +155,7 @@ def test_a_rank_that_writes_nothing_of_a_row_leaves_an_empty_note() -> None:
 def test_a_rank_alone_reads_one_range_of_a_row() -> None:
     with StoredEngine(Shape(), Rows(), filled=True) as engine:
         layout = engine.layout.fa
-        share = RowShare.of(layout, layout, engine.opening.replicas[0])
+        share = RowShare.from_layouts(layout, layout, engine.opening.replicas[0])
     assert share.runs == ((0, 0, layout.data_nbytes),)
     assert share.nbytes == layout.data_nbytes
 
@@ -165,7 +165,7 @@ def test_of_two_ranks_each_reads_its_heads_in_one_range(rank: int) -> None:
     with StoredEngine(Shape(tp=2), Rows(), filled=True) as engine:
         whole = engine.layout.fa
         layout = store_layout(engine.side.ranks[rank : rank + 1], 64).fa
-        share = RowShare.of(whole, layout, engine.opening.replicas[rank])
+        share = RowShare.from_layouts(whole, layout, engine.opening.replicas[rank])
     assert share.runs == ((rank * whole.data_nbytes // 2, 0, whole.data_nbytes // 2),)
 
 
@@ -182,11 +182,11 @@ def test_counts_tell_rows_and_bytes() -> None:
         engine.saved(names)
         engine.fetch(names)
         engine.load(engine.need())
-        counts = engine.stores[0].take_counts()
-        sizes = [engine.layout.of(name.kind).data_nbytes for name in names]
+        counts = engine.stores[0].take_rank_counts()
+        sizes = [engine.layout.for_kind(name.kind).data_nbytes for name in names]
         assert (counts["rows_written"], counts["bytes_written"]) == (len(names), sum(sizes))
         assert (counts["rows_read"], counts["loads"]) == (len(names), 1)
         assert counts["bytes_read"] == sum(map(len, rows.rows.values()))
-        assert engine.stores[0].take_counts() == {}
+        assert engine.stores[0].take_rank_counts() == {}
     assert np.all(np.array(sizes) > 0)
     assert len(names) >= TOKENS // 64

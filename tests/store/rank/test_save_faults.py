@@ -24,7 +24,7 @@ def rows() -> Rows:
 
 
 def kinds(rows: Rows, save: SaveRows) -> list[bool]:
-    """By row, whether all notes tell that it was written."""
+    """By row, whether all notes say that it was written."""
     return [ok(rows.notes[row.part]) for row in save.rows]
 
 
@@ -81,7 +81,7 @@ def test_a_row_that_cannot_be_written_is_noted_and_the_next_is_saved(
         assert kinds(rows, save) == [True, False, isinstance(error, ShelfFailure)]
         with pytest.raises(RowDamaged, match="could not write"):
             decode_note(rows.notes["p1"][0])
-        assert engine.stores[0].take_counts()["write_failures"] >= 1
+        assert engine.stores[0].take_rank_counts()["write_failures"] >= 1
         setattr(rows, step, lambda *_: None)
         engine.saved([fa(3), wa(3)], "q")
         assert ("ns", wa(3)) in rows.rows
@@ -111,7 +111,7 @@ def test_a_note_that_cannot_be_left_holds_nothing_up(rows: Rows) -> None:
         while len(rows.notes["p1"]) < 2:
             assert not threading.Event().wait(0.002)
         assert not rows.notes["p0"]
-        for rank in range(2):  # so that nobody waits for the note
+        for rank in range(2):  # so that no one waits for the note
             engine.wait(lambda rank=rank: SaveFailed("p0") in engine.results_of(rank))
             assert SaveFailed("p1") not in engine.results_of(rank)
 

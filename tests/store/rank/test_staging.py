@@ -24,8 +24,8 @@ PATIENCE_S = 30.0
 def test_an_area_is_of_whole_pages_and_writable_at_its_address() -> None:
     area = HostArea(5000)
     assert (area.nbytes, area.address % 4096) == (8192, 0)
-    area.view(4096, 1)[0] = 9
-    raw = np.frombuffer(area.view(0, 8192), np.uint8)
+    area.bytes_at(4096, 1)[0] = 9
+    raw = np.frombuffer(area.bytes_at(0, 8192), np.uint8)
     assert raw.ctypes.data == area.address
     assert raw[4096] == 9
     assert raw.sum() == 9
@@ -61,10 +61,10 @@ def test_pinned_memory_is_unpinned_once(monkeypatch: pytest.MonkeyPatch) -> None
     runtime = CudaRuntime()
     monkeypatch.setattr(copies, "_cuda_runtime", lambda: runtime)
     area = HostArea(8192)
-    assert area.pin()
+    assert area.pin_pages()
     assert runtime.registered == [area.address]
-    area.unpin()
-    area.unpin()
+    area.unpin_pages()
+    area.unpin_pages()
     assert runtime.registered == []
 
 
@@ -77,9 +77,9 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     for runtime in (lambda: CudaRuntime(code=2), fail):
         monkeypatch.setattr(copies, "_cuda_runtime", runtime)
         area = HostArea(8192)
-        assert not area.pin()
-        area.unpin()
-        area.view(0, 1)[0] = 1
+        assert not area.pin_pages()
+        area.unpin_pages()
+        area.bytes_at(0, 1)[0] = 1
     assert "error=2" in caplog.text
     assert "error=no GPU" in caplog.text
 
@@ -87,12 +87,12 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 def test_a_report_carries_what_was_counted_before_it() -> None:
     outbox: Box[TaskReport] = Box()
     reports = TaskReports(outbox)
-    reports.count(rows=2)
-    reports.count(rows=3, bytes=1)
+    reports.add_counts(rows=2)
+    reports.add_counts(rows=3, bytes=1)
     reports.answer(SaveResult(1))
     reports.answer(SaveResult(2))
     reports.report_counts()
-    reports.count(rows=1)
+    reports.add_counts(rows=1)
     reports.report_counts()
     assert outbox.take() == [
         TaskReport(SaveResult(1), {"rows": 5, "bytes": 1}),
@@ -137,7 +137,7 @@ def worked(
     inbox: Box[int] = Box()
     outbox: Box[TaskReport] = Box()
     loop = TaskLoop("t", inbox, TaskReports(outbox), begin=begin, refuse=refuse)
-    worker = Worker("t", loop.run, inbox, outbox)
+    worker = Worker("t", loop.run_tasks, inbox, outbox)
     inbox.put_all(tasks)
     worker.start()
     until = time.monotonic() + PATIENCE_S

@@ -61,7 +61,7 @@ class RowLaws:
             assert names_of(theirs, one) == sorted(row for row in expected if row[0] == one)
             sizes = {row.name.index: row.nbytes for row in theirs.rows()}
             assert sizes == {number: PAGE * (number + 1) for number in range(6)}
-            ours.remove(*expected[2])
+            ours.remove_row(*expected[2])
             ours.discard("writer", "p")
             assert names_of(theirs) == sorted(set(expected) - {expected[2]})
 
@@ -76,7 +76,7 @@ class RowLaws:
             assert save(shelf, wa, payload(3), namespace=one)
             assert load(shelf, fa, 4 * PAGE, namespace=one) == payload(1)
             assert load(shelf, wa, 4 * PAGE, namespace=one) == payload(3)
-            assert shelf.remove(one, fa) == 4 * PAGE
+            assert shelf.remove_row(one, fa) == 4 * PAGE
             assert load(shelf, fa, 4 * PAGE, namespace=two) == payload(2)
             assert shelf.has(one, wa)
 
@@ -92,11 +92,11 @@ class RowLaws:
     def test_a_removed_row_is_missing(self, open_shelf: OpenShelf) -> None:
         name, data = row_name(), payload(1)
         with open_shelf() as ours, open_shelf() as theirs:
-            assert ours.remove("ns", name) == 0
+            assert ours.remove_row("ns", name) == 0
             save(ours, name, data)
             assert load(theirs, name, len(data)) == data
-            assert theirs.remove("ns", name) == len(data)
-            assert ours.remove("ns", name) == 0
+            assert theirs.remove_row("ns", name) == len(data)
+            assert ours.remove_row("ns", name) == 0
             assert not ours.has("ns", name)
             with pytest.raises(RowMissing):
                 load(ours, name, len(data))
@@ -106,7 +106,7 @@ class RowLaws:
     def test_of_removals_at_once_one_counts_the_bytes(self, open_shelf: OpenShelf) -> None:
         shelves = [open_shelf() for _ in range(4)]
         save(shelves[0], row_name(), payload(1))
-        freed = at_once(lambda shelf=shelf: shelf.remove("ns", row_name()) for shelf in shelves)
+        freed = at_once(lambda shelf=shelf: shelf.remove_row("ns", row_name()) for shelf in shelves)
         assert sorted(freed) == [0, 0, 0, 4 * PAGE]
         for shelf in shelves:
             shelf.close()
@@ -202,7 +202,7 @@ class ReadLaws:
                 with open_shelf() as own:
                     for number in range(rounds):
                         save(own, row_name(), data[number % 2])
-                        own.remove("ns", row_name())
+                        own.remove_row("ns", row_name())
             finally:
                 is_over.set()
 

@@ -103,7 +103,7 @@ class PartLaws:
     ) -> None:
         with open_shelf() as shelf:
             assert save(shelf, row_name(0), b"\xff" * 4 * PAGE)
-            shelf.remove("ns", row_name(0))
+            shelf.remove_row("ns", row_name(0))
             shelf.begin("writer", "p", 4 * PAGE)
             shelf.write("writer", "p", [(2 * PAGE, pages(b"a" * PAGE))])
             shelf.write("writer", "p", [(3 * PAGE, pages(b"b" * PAGE))])

@@ -22,7 +22,7 @@ from tests.store.shelves.plain_rows import PAGE
 
 class LastCommitWins(MemoryShelf):
     def commit(self, writer: str, part: str, namespace: str, name: RowName) -> bool:
-        self.remove(namespace, name)
+        self.remove_row(namespace, name)
         return super().commit(writer, part, namespace, name)
 
 
@@ -59,8 +59,8 @@ class ListsEveryNamespace(MemoryShelf):
 
 
 class ForgetsNamespaces(MemoryShelf):
-    def remove(self, namespace: str, name: RowName) -> int:
-        return sum(super(ForgetsNamespaces, self).remove(each, name) for each in ("ns", "ns-2"))
+    def remove_row(self, namespace: str, name: RowName) -> int:
+        return sum(super(ForgetsNamespaces, self).remove_row(each, name) for each in ("ns", "ns-2"))
 
 
 class FillsUp(MemoryShelf):
@@ -91,8 +91,8 @@ class NeverTouches(MemoryShelf):
 
 
 class FreesNothing(MemoryShelf):
-    def remove(self, namespace: str, name: RowName) -> int:
-        super().remove(namespace, name)
+    def remove_row(self, namespace: str, name: RowName) -> int:
+        super().remove_row(namespace, name)
         return 0
 
 

@@ -26,9 +26,9 @@ def test_no_empty_folders_stay_behind(tmp_path: Path) -> None:
         for name in names:
             save(shelf, name, payload(1))
         for name in names[1:]:
-            shelf.remove("ns", name)
+            shelf.remove_row("ns", name)
         assert len(list((tmp_path / "rows" / "ns").rglob("*"))) == 3, "fa, a prefix, a row"
-        shelf.remove("ns", names[0])
+        shelf.remove_row("ns", names[0])
         assert list((tmp_path / "rows" / "ns").rglob("*")) == []
         assert save(shelf, names[5], payload(5)), "and are made again"
         assert load(shelf, names[5], 4 * PAGE) == payload(5)

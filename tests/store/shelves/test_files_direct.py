@@ -207,5 +207,5 @@ def test_what_is_left_of_a_run_is_the_rest() -> None:
 def test_recent_rows_are_the_last_ones() -> None:
     recent = RecentRows(most=3)
     for path in ("a", "b", "c", "a", "d"):
-        recent.add(path)
+        recent.add_path(path)
     assert [path for path in "abcd" if path in recent] == ["a", "c", "d"]

@@ -27,7 +27,7 @@ ACTIONS: dict[str, Action] = {
     "read": lambda shelf: verify(shelf, ROW),
     "rows": lambda shelf: list(shelf.rows()),
     "touch": lambda shelf: shelf.touch("ns", [ROW, OTHER]),
-    "remove": lambda shelf: shelf.remove("ns", OTHER),
+    "remove": lambda shelf: shelf.remove_row("ns", OTHER),
     "begin": lambda shelf: shelf.begin("writer", "p", 4 * PAGE),
     "begin first": lambda shelf: shelf.begin("another", "p", 4 * PAGE),
     "write": lambda shelf: shelf.write("writer", "begun", [(PAGE, pages(payload(1, PAGE)))]),
@@ -318,7 +318,7 @@ def test_a_full_disk_refuses_parts_and_keeps_rows(small_disk: Path) -> None:
     assert dict(shelf.notes("writer", "p0")) == {}
     shelf.write("writer", "p0", [(0, pages(payload(1, 64 * PAGE)))])
     assert shelf.commit("writer", "p0", "other", OTHER), "its room was its own"
-    shelf.remove("other", OTHER)
+    shelf.remove_row("other", OTHER)
     discard_all(shelf)
     assert verify_all(shelf) == {ROW}
     save_row(shelf, NEW)

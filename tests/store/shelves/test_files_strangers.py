@@ -81,7 +81,7 @@ def test_what_is_in_place_of_a_row_is_no_row(root: Path, target: Path, stranger:
     with pytest.raises(RowMissing):
         load(shelf, ROW, PAGE)
     assert names_of(shelf) == []
-    assert shelf.remove("ns", ROW) == 0
+    assert shelf.remove_row("ns", ROW) == 0
     shelf.touch("ns", [ROW])
     shelf.begin("writer", "p", PAGE)
     with pytest.raises(ShelfFailure):
@@ -116,7 +116,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(
     with pytest.raises(RowMissing):
         load(shelf, ROW, PAGE)
     assert names_of(shelf) == [] == names_of(shelf, "ns")
-    assert shelf.remove("ns", ROW) == 0
+    assert shelf.remove_row("ns", ROW) == 0
     shelf.begin("writer", "p", PAGE)
     with pytest.raises(ShelfFailure):
         shelf.commit("writer", "p", "ns", row_name(1))

@@ -122,7 +122,7 @@ class PullingPartner:
             BlockList(lent.first, ours.ids[-len(lent.ids) :])
             for lent, ours in zip(ticket.blocks, self._memory.lists(ticket.num_tokens), strict=True)
         )
-        return request, Need.of(0, ticket.num_tokens - 1, lists)
+        return request, Need.for_range(0, ticket.num_tokens - 1, lists)
 
     def pull(self, held: tuple[str, Need]) -> None:
         """Read it; returns once it is received.

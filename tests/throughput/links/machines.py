@@ -117,7 +117,7 @@ def pull(token_bytes: int, most: int, address: str, port: int) -> None:
                 order = Order(**json.loads(line))
                 ticket = _ticket(token_bytes, order, address, port)
                 lists = workload(token_bytes, order.there).taken[0].lists
-                _say(_pull(puller, ticket, Need.of(order.held, order.there, lists)))
+                _say(_pull(puller, ticket, Need.for_range(order.held, order.there, lists)))
 
 
 def _pull(puller: Puller, ticket: Ticket, need: Need) -> tuple[float, int]:

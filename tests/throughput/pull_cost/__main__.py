@@ -183,7 +183,7 @@ class Model:
             BlockList(lent.first, ours.ids[-len(lent.ids) :])
             for lent, ours in zip(ticket.blocks, self._memory.lists(ticket.num_tokens), strict=True)
         )
-        return Need.of(0, ticket.num_tokens - 1, lists)
+        return Need.for_range(0, ticket.num_tokens - 1, lists)
 
     def _post(self, ticket: Ticket, need: Need) -> None:
         self._number += 1

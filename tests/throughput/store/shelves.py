@@ -68,7 +68,7 @@ def share_of(heads: int, layers: int, nbytes: int) -> RowShare:
     names = tuple(Layer(f"layers.{at}", 0, nbytes) for at in range(layers))
     section = Section(AttentionKind.FULL, None, 1, TOKENS, False, 0, heads, names)
     whole = RowLayout(RowKind.FA, TOKENS, (section,))
-    return RowShare.of(whole, whole, {(layer.name, 0): (0, 1) for layer in names})
+    return RowShare.from_layouts(whole, whole, {(layer.name, 0): (0, 1) for layer in names})
 
 
 class Files:
@@ -81,7 +81,7 @@ class Files:
         self.share, self._root = share, root
         self.staging = HostArea(count * share.nbytes)
         areas = [HostArea(share.footer_nbytes) for _ in range(NUM_READERS)]
-        self._footers = [area.view(0, share.footer_nbytes) for area in areas]
+        self._footers = [area.bytes_at(0, share.footer_nbytes) for area in areas]
         self.plain = [root / f"plain-{number}" for number in range(count)]
         self._shelves = [FilesShelf(root / "shelf") for _ in range(NUM_READERS)]
         self.names = [self._save(number) for number in range(count)]
@@ -122,7 +122,7 @@ class Files:
 
     def view(self, number: int) -> memoryview:
         """Where row ``number`` is read to."""
-        return self.staging.view(number * self.share.nbytes, self.share.nbytes)
+        return self.staging.bytes_at(number * self.share.nbytes, self.share.nbytes)
 
     # Readers
 
@@ -138,7 +138,7 @@ class Files:
         for number in range(first, len(self.names), step):
             data, name = self.view(number), self.names[number]
             shelf.read("ns", name, self.share.ranges(data, footer))
-            self.share.check(data, footer, "ns", name)
+            self.share.verify_row(data, footer, "ns", name)
 
     def read_device(self) -> None:
         """Past the page cache, nothing else."""

@@ -59,7 +59,7 @@ def save(
     paths = []
     with FilesShelf(root) as shelf:
         for name in names:
-            of_kind = layout.of(name.kind)
+            of_kind = layout.for_kind(name.kind)
             data = random.Random(name.file_name).randbytes(of_kind.data_nbytes)
             sums = [checksum(data[one.offset : one.offset + one.nbytes]) for one in of_kind.slabs]
             tokens = range(name.index * BLOCK, (name.index + 1) * BLOCK)

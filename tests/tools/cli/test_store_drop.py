@@ -106,7 +106,7 @@ def test_a_device_that_fails_ends_with_one(
     def failing(self: FilesShelf, namespace: str, name: RowName) -> int:
         raise ShelfFailure("cannot remove it: EROFS")
 
-    monkeypatch.setattr(FilesShelf, "remove", failing)
+    monkeypatch.setattr(FilesShelf, "remove_row", failing)
     code, _, err = run("drop", root, "--all", "--yes")
     assert code == 1
     assert err == "pdconn store drop: cannot remove it: EROFS\n"

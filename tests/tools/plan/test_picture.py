@@ -43,7 +43,7 @@ def test_a_band_for_every_run_as_wide_as_its_bytes(theirs, ours):
     prefill = EngineShape(SMALL, theirs, tp=4, block_tokens=4)
     decode = EngineShape(SMALL, ours, tp=2, block_tokens=4)
     svg = draw(prefill, decode, 0)
-    pairing = Pairing.of(decode.references(2)[0], prefill.references(2))
+    pairing = Pairing.between(decode.references(2)[0], prefill.references(2))
     nbytes = [int(n) for template in pairing.templates for n in template.nbytes]
     bands = [corners(band) for band in parts(svg, "path", "run")]
     assert len(bands) == len(nbytes)

@@ -272,8 +272,8 @@ def engine(backend: str, tp: int, layout: str = "LBHNC") -> list[Rank]:
 
 def pull(theirs: list[Rank], ours: list[Rank]) -> None:
     for number, rank in enumerate(ours):
-        pairing = Pairing.of(rank.references, [one.references for one in theirs], number)
-        plan = pairing.plan(Need.of(0, 8, (BlockList(0, (2, 1)),)), (BlockList(0, (1, 2)),))
+        pairing = Pairing.between(rank.references, [one.references for one in theirs], number)
+        plan = pairing.plan(Need.for_range(0, 8, (BlockList(0, (2, 1)),)), (BlockList(0, (1, 2)),))
         target = rank.memory.numpy()
         for their_rank, spans in plan.reads:
             source = theirs[their_rank].memory.numpy()
@@ -326,7 +326,7 @@ def test_nvfp4_pages_of_other_ranks_are_refused(theirs: int, ours: int) -> None:
     ranks = [one.references for one in engine("FLASHINFER", theirs)]
     for number, rank in enumerate(engine("FLASHINFER", ours)):
         with pytest.raises(Incompatible, match=r"bytes per head|head \d of layer layer"):
-            Pairing.of(rank.references, ranks, number)
+            Pairing.between(rank.references, ranks, number)
         name = arrangement_of(rank.spec, layer("FLASHINFER"), "LBHNC").name
         traits = {"block_content": name}
         geometry = tuple(RankGeometry(0, n, b"", one) for n, one in enumerate(ranks))

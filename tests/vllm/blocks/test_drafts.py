@@ -216,9 +216,11 @@ def wrong(case: str, made: Any, theirs: int, ours: int, totals: Any = None) -> l
     found = []
     for number in range(ours):
         rank = Rank(config, heads, number, ours, totals)
-        pairing = Pairing.of(rank.references, [one.references for one in there], number)
+        pairing = Pairing.between(rank.references, [one.references for one in there], number)
         wanted, lent = BlockList(0, (2, 1)), BlockList(0, (1, 2))
-        for their_rank, spans in pairing.plan(Need.of(0, 8, (wanted,) * 2), (lent,) * 2).reads:
+        for their_rank, spans in pairing.plan(
+            Need.for_range(0, 8, (wanted,) * 2), (lent,) * 2
+        ).reads:
             _copy(spans, list(there[their_rank].views.values()), list(rank.views.values()))
         for name, view in rank.views.items():
             want = bytes_of[name][:, rank.held[name]]

@@ -92,9 +92,9 @@ def wrong(their_size: int, our_size: int, until: int, shift: int = 0) -> list[tu
     source = torch.Generator().manual_seed(3)
     for view in theirs.views.values():
         view.copy_(torch.randint(1, 255, view.shape, generator=source).to(torch.uint8))
-    pairing = Pairing.of(ours.references, [theirs.references])
+    pairing = Pairing.between(ours.references, [theirs.references])
     lent = BlockList(0, tuple(theirs.ids[shift:] + theirs.ids[:shift]))
-    need = Need.of(0, until, (BlockList(0, tuple(ours.ids)),) * 2)
+    need = Need.for_range(0, until, (BlockList(0, tuple(ours.ids)),) * 2)
     for _, spans in pairing.plan(need, (lent, lent)).reads:
         for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
             _at(ours, int(local))[: int(nbytes)] = _at(theirs, int(remote))[: int(nbytes)]

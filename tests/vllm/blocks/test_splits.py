@@ -135,8 +135,8 @@ def pull(theirs: Engine, ours: Engine, **changes: Any) -> Engine:
     mine = [block * per_block + i for block in HELD[::-1] for i in range(per_block)]
     lent = [b * (TOKENS // theirs.tokens) + i for b in HELD for i in range(TOKENS // theirs.tokens)]
     theirs.fill(lent)
-    need = Need.of(0, UNTIL, ids(mine, ours.splits(here)))
-    plan = Pairing.of(here, [there]).plan(need, ids(lent, theirs.splits(there)))
+    need = Need.for_range(0, UNTIL, ids(mine, ours.splits(here)))
+    plan = Pairing.between(here, [there]).plan(need, ids(lent, theirs.splits(there)))
     source, target = theirs.buffer.numpy(), ours.buffer.numpy()
     for _, spans in plan.reads:
         for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
@@ -305,8 +305,8 @@ def test_a_held_prefix_is_not_pulled_again() -> None:
     theirs, ours = Engine("LBHNC", 2, 2), Engine("LBHNC", 2, 4)
     there, here = theirs.references(), ours.references()
     theirs.fill(HELD)
-    need = Need.of(TOKENS, UNTIL, listed(HELD, ours.splits(here)))
-    plan = Pairing.of(here, [there]).plan(need, listed(HELD, theirs.splits(there)))
+    need = Need.for_range(TOKENS, UNTIL, listed(HELD, ours.splits(here)))
+    plan = Pairing.between(here, [there]).plan(need, listed(HELD, theirs.splits(there)))
     each = LAYERS * 2 * theirs.spec.state_content_size_bytes
     assert plan.moved.full == (UNTIL - TOKENS) * each
     assert plan.moved.saved_by_hits == TOKENS * each

@@ -158,8 +158,10 @@ def pulled(sort: Sort, lending: int, reading: int, dim_first: bool) -> list[bool
     theirs = lender.references()
     right = []
     for rank, ours in enumerate(reader.references()):
-        pairing = Pairing.of(ours, theirs, rank)
-        plan = pairing.plan(Need.of(0, 100, (BlockList(0, (1, 1)),)), (BlockList(0, (1, 2)),))
+        pairing = Pairing.between(ours, theirs, rank)
+        plan = pairing.plan(
+            Need.for_range(0, 100, (BlockList(0, (1, 1)),)), (BlockList(0, (1, 2)),)
+        )
         for _, spans in plan.reads:
             for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
                 ctypes.memmove(int(local), int(remote), int(nbytes))
@@ -238,10 +240,10 @@ def test_what_cannot_be_divided_is_exchanged_between_equal_sizes(
         made.append(engine.references())
     one, two = made
     assert len(two[0].groups[0].data) == 1
-    Pairing.of(two[1], two, 1)
+    Pairing.between(two[1], two, 1)
     for ours, theirs in ((one[0], two), (two[1], one)):
         with pytest.raises(Incompatible):
-            Pairing.of(ours, theirs, 0)
+            Pairing.between(ours, theirs, 0)
 
 
 def test_rows_of_replays_are_not_divided() -> None:

@@ -78,7 +78,7 @@ class StateShape(CacheShape):
 
 @dataclass
 class Ran:
-    """What a request's run told; ``wrong`` counts states and tokens that were not the prompt's."""
+    """The result of one request; ``wrong`` counts states and tokens that were not the prompt's."""
 
     loaded: int = 0
     wrong: int = 0
@@ -221,7 +221,7 @@ class StateEngine:
         metadata = PdMetadata()
         self.store.build_connector_meta(output, metadata)
         for command in metadata.store:
-            self.rank.post(command)
+            self.rank.post_command(command)
         if before == request.num_tokens:
             request.append_output_token_ids(7 + request.num_tokens)
         for copy in copies:
@@ -251,12 +251,12 @@ class StateEngine:
 
     def _step(self, passed: bool) -> None:
         for command in self.scheduler.take_commands():
-            self.rank.post(command)
+            self.rank.post_command(command)
         if passed:
             self.rank.after_pass()
         self._loaded.update(self.rank.take_loaded())
         assert not self.rank.take_load_failures()
-        self.store.note_results(self.rank.results())
+        self.store.note_results(self.rank.take_results())
 
     def _until(self, is_so: Callable[[], bool], passed: bool = False) -> None:
         until = time.monotonic() + PATIENCE_S

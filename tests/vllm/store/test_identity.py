@@ -152,7 +152,7 @@ def test_equal_sets_in_a_configuration_are_equal_whatever_their_order(model: Pat
 
 
 class Scale:
-    """Of an override in Python; its text does not tell it from others."""
+    """An override in Python, whose text does not identify it."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -168,7 +168,7 @@ class Scale:
 )
 @pytest.mark.parametrize("where", ["hf", "quantization_config", "multimodal_config"])
 def test_what_is_no_plain_data_is_shared_with_nobody(model: Path, value: Any, where: str) -> None:
-    """Scales of 2 and 4 shared rows; an object with an address had none that anybody found."""
+    """Scales of 2 and 4 shared rows; an object with an address had none to share."""
     given: Any = {"x": value}
     if where == "multimodal_config":
         given = MultiModalConfig(mm_processor_kwargs=given)
@@ -228,7 +228,7 @@ def test_no_value_is_named_as_what_another_is_written_as(
     of: Callable[[Any], str], value: Any
 ) -> None:
     """A set was written as a list is, and an enumeration's member too."""
-    written = _Plain().of(value, "x")
+    written = _Plain().plain_value(value, "x")
     assert of(value) != of(written)
     assert of(value) == of(value)
 

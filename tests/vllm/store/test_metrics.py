@@ -38,13 +38,16 @@ def value(registry: CollectorRegistry, name: str) -> float | None:
 
 
 def counted(source: str) -> set[str]:
-    """Names that code counts: ``counts["store_x"] += …`` and ``reports.count(x=…)``."""
+    """Names that code counts: ``counts["store_x"] += …`` and ``reports.add_counts(x=…)``."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             if isinstance(node.slice.value, str) and node.slice.value.startswith("store_"):
                 found.add(node.slice.value)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("count", "_count"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+            "add_counts",
+            "_count",
+        ):
             words = [word.arg for word in node.keywords if word.arg]
             found |= {f"store_{word.removeprefix('store_')}" for word in words}
     return found
@@ -62,7 +65,7 @@ def test_whatever_is_counted_has_a_metric() -> None:
 
 def test_a_count_without_a_metric_is_noticed() -> None:
     """Negative control."""
-    source = 'self.counts["store_wonders"] += 1\nself._reports.count(rows_bent=2)\n'
+    source = 'self.counts["store_wonders"] += 1\nself._reports.add_counts(rows_bent=2)\n'
     source += "self._count(store_moons=3)\n"
     unknown = counted(source) - STORE_COUNTERS.keys()
     assert unknown == {"store_wonders", "store_rows_bent", "store_moons"}

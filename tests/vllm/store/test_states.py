@@ -97,7 +97,7 @@ def _rounded(
     KEEP(self, ids, passed, offers, prompt_tokens)
 
 
-KEEP = StateGroups.keep
+KEEP = StateGroups.keep_boundary_states
 
 
 @pytest.mark.parametrize("mutant", [_as_the_table_says, _rounded])
@@ -105,7 +105,7 @@ def test_other_blocks_are_noticed(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., None]
 ) -> None:
     """Negative control."""
-    monkeypatch.setattr(StateGroups, "keep", mutant)
+    monkeypatch.setattr(StateGroups, "keep_boundary_states", mutant)
     assert cold_and_warm(EXPORTS_WITHIN)[0] > 0
 
 
@@ -208,7 +208,7 @@ def test_rows_of_several_blocks_are_resumed_where_a_pass_ended_at_one() -> None:
             assert (ran.loaded, ran.wrong) == ((length - 1) // row_tokens * row_tokens, 0)
 
 
-# What an engine tells of its groups
+# What an engine's configuration says of its groups
 
 
 def config(**changes: Any) -> Any:
@@ -221,7 +221,7 @@ def config(**changes: Any) -> Any:
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_states_that_are_kept_at_no_boundary_are_refused_by_name(mode: str) -> None:
     with pytest.raises(FormatError) as raised:
-        StateGroups.of(config(mamba_cache_mode=mode))
+        StateGroups.from_kv_cache_config(config(mamba_cache_mode=mode))
     assert raised.value.field == "layers.1: mamba_cache_mode"
     assert raised.value.seen == mode
 
@@ -237,19 +237,21 @@ def test_states_that_are_kept_at_no_boundary_are_refused_by_name(mode: str) -> N
 def test_offers_of_the_block_that_a_pass_began_within(
     start: int, stop: int, kept: list[int]
 ) -> None:
-    groups, ids = StateGroups.of(config()), [[1], [5, 6, 0, 8]]
-    groups.keep(ids, range(start, stop), [(1, 6, 2 * BLOCK), (1, 7, 3 * BLOCK)], 100)
+    groups, ids = StateGroups.from_kv_cache_config(config()), [[1], [5, 6, 0, 8]]
+    groups.keep_boundary_states(
+        ids, range(start, stop), [(1, 6, 2 * BLOCK), (1, 7, 3 * BLOCK)], 100
+    )
     assert ids[1] == kept
 
 
 @pytest.mark.parametrize(("drafts", "kept"), [(0, [0, 0, 7]), (2, [0, 0, 0])])
 def test_with_drafts_only_states_of_the_prompt_are_kept(drafts: int, kept: list[int]) -> None:
-    groups = StateGroups.of(config(num_speculative_blocks=drafts))
+    groups = StateGroups.from_kv_cache_config(config(num_speculative_blocks=drafts))
     offers = [(1, 7, 3 * BLOCK), (0, 9, BLOCK)]
     within, behind = [[5], [0, 4, 6]], [[5], [0, 4, 6]]
-    groups.keep(within, range(2 * BLOCK, 3 * BLOCK), offers, 3 * BLOCK)
+    groups.keep_boundary_states(within, range(2 * BLOCK, 3 * BLOCK), offers, 3 * BLOCK)
     assert within == [[5], [0, 4, 7]]
-    groups.keep(behind, range(3 * BLOCK + 2, 3 * BLOCK + 5), offers, 3 * BLOCK - 1)
+    groups.keep_boundary_states(behind, range(3 * BLOCK + 2, 3 * BLOCK + 5), offers, 3 * BLOCK - 1)
     assert behind == [[5], kept]
 
 
@@ -268,6 +270,6 @@ def test_events_name_the_last_block_of_states_in_a_row() -> None:
 
 def test_attention_is_left_as_it_is() -> None:
     assert not StateGroups()
-    groups, ids = StateGroups.of(config()), [[5, 6], [8, 9]]
-    groups.keep(ids, range(3, BLOCK + 3), [], 100)
+    groups, ids = StateGroups.from_kv_cache_config(config()), [[5, 6], [8, 9]]
+    groups.keep_boundary_states(ids, range(3, BLOCK + 3), [], 100)
     assert ids == [[5, 6], [0, 0]]

@@ -23,7 +23,7 @@ from transport.testing.inprocess.faults import ReadRequest
 
 WINDOW = 6
 FULL = BlockList(0, (3, 4, 5))
-NEED = Need.of(0, 12, (BlockList(0, (7, 8, 9)), BlockList(1, (10, 11))))
+NEED = Need.for_range(0, 12, (BlockList(0, (7, 8, 9)), BlockList(1, (10, 11))))
 
 
 class Hybrid(Cache):

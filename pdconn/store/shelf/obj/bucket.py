@@ -41,7 +41,7 @@ class BucketPlace:
     region: str | None = None
 
     @classmethod
-    def of(cls, path: str, endpoint: str | None, region: str | None) -> BucketPlace:
+    def from_path(cls, path: str, endpoint: str | None, region: str | None) -> BucketPlace:
         """From ``bucket`` or ``bucket/prefix``."""
         bucket, _, prefix = path.partition("/")
         return cls(bucket, f"{prefix}/" if prefix else "", endpoint, region)
@@ -97,7 +97,7 @@ class Bucket:
         """Whether there is such an object."""
         return self._is_found("look for", key, "head_object", Key=self._full(key))
 
-    def read(self, key: str, most_nbytes: int) -> bytes | None:
+    def read_object(self, key: str, most_nbytes: int) -> bytes | None:
         """At most ``most_nbytes + 1`` bytes of an object; None if there is none."""
         with self._failures("read", key):
             try:
@@ -124,7 +124,7 @@ class Bucket:
                 raise
         return True
 
-    def put(self, key: str, pieces: Sequence[memoryview]) -> None:
+    def put_object(self, key: str, pieces: Sequence[memoryview]) -> None:
         """Make or replace an object of all pieces, one after another.
 
         Raises:
@@ -153,7 +153,7 @@ class Bucket:
             raise ShelfFailure(f"cannot read {self.place}{key}: {seen}")
         into[:] = data
 
-    def remove(self, key: str) -> None:
+    def remove_object(self, key: str) -> None:
         """Remove an object.  Idempotent."""
         with self._failures("remove", key):
             self._client.delete_object(Bucket=self.place.bucket, Key=self._full(key))

@@ -27,8 +27,8 @@ _TRANSFER_S = 10.0
 class Objects(Protocol):
     """Objects by their keys below the bucket's prefix; one thread."""
 
-    def put(self, key: str, pieces: Sequence[memoryview]) -> None: ...
-    def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None: ...
+    def put_object(self, key: str, pieces: Sequence[memoryview]) -> None: ...
+    def read_objects(self, reads: Sequence[tuple[str, int, memoryview]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -38,11 +38,11 @@ class Boto3Objects:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
 
-    def put(self, key: str, pieces: Sequence[memoryview]) -> None:
+    def put_object(self, key: str, pieces: Sequence[memoryview]) -> None:
         """Make or replace an object of all pieces."""
-        self._bucket.put(key, pieces)
+        self._bucket.put_object(key, pieces)
 
-    def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
+    def read_objects(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
         """Fill each buffer from its offset in an object."""
         for key, offset, into in reads:
             if into:  # a range of no bytes cannot be asked for
@@ -64,21 +64,21 @@ class BucketData:
         self._options: dict[str, str] = {}
         self._objects: Objects | None = None
 
-    def put(self, key: str, pieces: list[memoryview]) -> None:
+    def put_object(self, key: str, pieces: list[memoryview]) -> None:
         """Make an object.
 
         Raises:
             ShelfFailure: it is not known to be there.
         """
-        self._opened().put(key, pieces)
+        self._opened().put_object(key, pieces)
 
-    def get(self, reads: list[tuple[str, int, memoryview]]) -> None:
+    def read_objects(self, reads: list[tuple[str, int, memoryview]]) -> None:
         """Fill each buffer from its offset in an object.
 
         Raises:
             ShelfFailure: an object is missing, or cannot be read now.
         """
-        self._opened().get(reads)
+        self._opened().read_objects(reads)
 
     def close(self) -> None:
         """Close the agent."""
@@ -113,11 +113,11 @@ class _BucketObjects:
         self._bucket = bucket
         self._prefix = bucket.place.prefix
 
-    def put(self, key: str, pieces: Sequence[memoryview]) -> None:
+    def put_object(self, key: str, pieces: Sequence[memoryview]) -> None:
         with self._bucket.moved_by_nixl("make", key):
             self._objects.put(self._prefix + key, pieces)
 
-    def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
+    def read_objects(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
         with self._bucket.moved_by_nixl("read", reads[0][0]):
             self._objects.get([(self._prefix + key, at, into) for key, at, into in reads])
 

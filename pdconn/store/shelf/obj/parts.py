@@ -99,7 +99,7 @@ def read_commit(path: str) -> tuple[str, RowName] | None:
         return None  # torn: the row was not made yet
     except OSError as error:
         raise failure("read", path, error) from error
-    name = None if found is None else RowName.parse(found.kind, found.file_name)
+    name = None if found is None else RowName.from_file_name(found.kind, found.file_name)
     return None if found is None or name is None else (found.namespace, name)
 
 

@@ -128,12 +128,12 @@ class ObjShelf(FilesShelf):
         if not reads:
             return
         try:
-            self._data.get(reads)
+            self._data.read_objects(reads)
         except ShelfFailure:
             self._raise_if_gone(key, index, sorted({read[0] for read in reads}))
             raise
 
-    def remove(self, namespace: str, name: RowName) -> int:
+    def remove_row(self, namespace: str, name: RowName) -> int:
         """Remove the row; the bytes that it had if this root wrote it, else 0.
 
         Raises:
@@ -158,7 +158,7 @@ class ObjShelf(FilesShelf):
         return f"rows/{namespace}/{name.kind}/{name.file_name}"
 
     def _read_index(self, key: str) -> RowIndex | None:
-        data = self._bucket.read(key, MOST_NBYTES)
+        data = self._bucket.read_object(key, MOST_NBYTES)
         if data is None:
             return None
         try:
@@ -191,9 +191,9 @@ class ObjShelf(FilesShelf):
     def _remove_all(self, key: str | None, entry: RowEntry | None) -> None:
         """Remove an index first, then the objects of a row."""
         if key is not None:
-            self._bucket.remove(key)
+            self._bucket.remove_object(key)
         for data in () if entry is None else entry.data_keys():
-            self._bucket.remove(data)
+            self._bucket.remove_object(data)
 
     def _raise_if_gone(self, key: str, index: RowIndex, objects: Sequence[str]) -> None:
         """Raises RowMissing if objects of a row are gone."""
@@ -202,7 +202,7 @@ class ObjShelf(FilesShelf):
         # An index without its objects keeps the row from being saved again.
         with contextlib.suppress(ShelfFailure):
             if self._index_or_none(key) == index:
-                self._bucket.remove(key)
+                self._bucket.remove_object(key)
         raise RowMissing(f"{key}: its objects are gone")
 
     # Parts
@@ -243,7 +243,7 @@ class ObjShelf(FilesShelf):
             put_record(path, name, WriteRecord(places, data))
             return
         put_record(path, name, WriteRecord(places))
-        self._data.put(data_key(writer, part, name), [buffer for _, buffer in filled])
+        self._data.put_object(data_key(writer, part, name), [buffer for _, buffer in filled])
 
     def _room_of(self, writer: str, path: str) -> int:
         try:
@@ -353,5 +353,5 @@ class ObjShelf(FilesShelf):
             key = self._key(*intended)
             index = self._index_or_none(key)
             if entry is not None and index is not None and entry.is_of(index):
-                self._bucket.remove(key)
+                self._bucket.remove_object(key)
         self._remove_all(None, RowEntry(writer, part, tuple(objects)))

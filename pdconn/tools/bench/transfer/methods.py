@@ -57,7 +57,9 @@ class LayeredPairings:
         layers = sorted({layer for group in ours.groups for layer in group.layers}, key=_number_in)
         return cls(
             tuple(
-                Pairing.of(_only(ours, layer), [_only(their, layer) for their in theirs], spread)
+                Pairing.between(
+                    _only(ours, layer), [_only(their, layer) for their in theirs], spread
+                )
                 for layer in layers
             )
         )

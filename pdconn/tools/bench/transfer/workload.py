@@ -71,7 +71,7 @@ class Workload:
 
     def needs(self) -> list[Need]:
         """What each request needs; nothing of it is cached."""
-        return [Need.of(0, self.until, tables.lists) for tables in self.taken]
+        return [Need.for_range(0, self.until, tables.lists) for tables in self.taken]
 
     def ours(self) -> KVCacheReferences:
         """Memory of the decode rank, at made-up addresses."""
@@ -83,7 +83,7 @@ class Workload:
 
     def pairing(self, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences]) -> Pairing:
         """The pairing from which every pull of this workload is planned."""
-        return Pairing.of(ours, theirs, self.rank % self.decode.tp)
+        return Pairing.between(ours, theirs, self.rank % self.decode.tp)
 
     def sources(self) -> tuple[int, ...]:
         """Prefill ranks that the decode rank reads from."""

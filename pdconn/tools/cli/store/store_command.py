@@ -220,7 +220,7 @@ def _drop(args: argparse.Namespace) -> int:
         rows = rows_of(shelf, args.namespace)
         if older_s is not None:
             rows = _unused(rows, time.time() - older_s)
-        wanted = RowAmount.of(rows)
+        wanted = RowAmount.from_rows(rows)
         if not args.yes:
             return _would_drop(args, wanted)
         removed = _removed(args, shelf, rows)

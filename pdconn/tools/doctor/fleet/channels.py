@@ -157,7 +157,7 @@ def _pair(lender: ChannelFacts, reader: ChannelFacts) -> PairFacts:
     theirs = [rank.references for rank in lender.described.ranks]
     for rank in reader.described.ranks:
         try:
-            pairing = Pairing.of(rank.references, theirs, rank.tp_rank)
+            pairing = Pairing.between(rank.references, theirs, rank.tp_rank)
         except Incompatible as error:  # compare() has said it already
             return PairFacts(lender.where, reader.where, (one_line(error),))
         of_token = 0.0

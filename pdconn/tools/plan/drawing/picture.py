@@ -88,7 +88,7 @@ def draw(prefill: EngineShape, decode: EngineShape, group: int, rank: int = 0) -
         if not 0 <= value < count:
             raise ShapeError(field, f"0 to {count - 1}", value)
     ours, theirs = decode.references(2)[rank], prefill.references(2)
-    pairing = Pairing.of(ours, theirs, rank % decode.tp)
+    pairing = Pairing.between(ours, theirs, rank % decode.tp)
     templates = [template for template in pairing.templates if template.our_group == group]
     titles = _wrapped(
         f"{decode.model.name}, KV cache group {group} of decode: {_what(decode, group)}"
@@ -307,9 +307,9 @@ def _notes(
         f"{runs:,} run{plural} move{'s' * (runs == 1)} {nbytes:,} bytes of "
         f"{first.sub_block_tokens} tokens: {_size(nbytes / runs)} a run on average"
     ]
-    if first.our_block_tokens != first.their_block_tokens:
+    if first.ours.block_tokens != first.theirs.block_tokens:
         notes.append(
-            f"blocks of {first.their_block_tokens} and {first.our_block_tokens} tokens: "
+            f"blocks of {first.theirs.block_tokens} and {first.ours.block_tokens} tokens: "
             f"runs of the first {first.sub_block_tokens} tokens only"
         )
     shares = [

@@ -159,13 +159,13 @@ def forecast_store(
     if block_tokens is None:
         block_tokens = engine.attention_block_tokens if engine.model.states else BLOCK_TOKENS
     layout = store_layout(ranks, block_tokens)
-    spacing = Spacing(None) if engine.model.states else Spacing.of(layout, window_every)
+    spacing = Spacing(None) if engine.model.states else Spacing.from_setting(layout, window_every)
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
     saved = _saved(layout, spacing, prompt_tokens)
     shares = [share_layout([rank], block_tokens) for rank in ranks]
-    load, sizes = _LoadSizes.of_shares(layout, shares), ShareSizes.of(shares)
+    load, sizes = _LoadSizes.of_shares(layout, shares), ShareSizes.from_shares(shares)
     tokens = range(prompt_tokens - 1)
-    staged = Fitting.of(layout, sizes, staging, tokens, lambda kind, at: (kind, at) in saved)
+    staged = Fitting.largest(layout, sizes, staging, tokens, lambda kind, at: (kind, at) in saved)
     return StoreForecast(
         engine,
         layout,
@@ -175,7 +175,9 @@ def forecast_store(
         sum(kind is RowKind.FA for kind, _ in saved),
         sum(kind is RowKind.WA for kind, _ in saved),
         load.load_nbytes(layout, boundary),
-        StagingForecast(sizes.of_rows(rows_needed(layout, 0, boundary)), staging, staged.boundary),
+        StagingForecast(
+            sizes.staging_nbytes(rows_needed(layout, 0, boundary)), staging, staged.boundary
+        ),
         rate,
         prefill_rate,
         None if prefill_rate is None else _break_even(layout, load, rate, prefill_rate),

@@ -98,7 +98,7 @@ class _QuietServer(ThreadingHTTPServer):
 
 @dataclass
 class Relay:
-    """A server before another: passes requests on, or answers and delays as it is told.
+    """A server before another: passes requests on, or answers and delays them as set.
 
     Attributes:
         answers: by method, a status to answer with instead; ``*`` for all methods.

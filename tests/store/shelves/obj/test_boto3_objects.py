@@ -26,7 +26,7 @@ def data(place: BucketPlace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket
         raise TransportUnavailable("load nixl's plugin OBJ: nixlNotFoundError")
 
     monkeypatch.setattr(data_module, "NixlObjects", missing)
-    data_module._say_once.cache_clear()
+    data_module._warn_once.cache_clear()
     opened = BucketData(open_bucket(place))
     yield opened
     opened.close()
@@ -37,10 +37,12 @@ def test_what_was_put_in_pieces_is_read_in_ranges(
 ) -> None:
     whole = payload(1, 9 * MIB + 5)
     with caplog.at_level(logging.WARNING):
-        data.put("a", [pages(whole[:1000]), pages(whole[1000:])])
-        data.put("b", [pages(b"other")])
+        data.put_object("a", [pages(whole[:1000]), pages(whole[1000:])])
+        data.put_object("b", [pages(b"other")])
     into, other = pages(100), pages(5)
-    data.get([("a", 4 * MIB - 50, into), ("b", 0, other), ("b", 2, memoryview(bytearray()))])
+    data.read_objects(
+        [("a", 4 * MIB - 50, into), ("b", 0, other), ("b", 2, memoryview(bytearray()))]
+    )
     assert into == whole[4 * MIB - 50 : 4 * MIB + 50]
     assert other == b"other"
     assert isinstance(data._objects, Boto3Objects)
@@ -50,13 +52,13 @@ def test_what_was_put_in_pieces_is_read_in_ranges(
 
 
 def test_an_object_that_is_missing_or_ends_early_is_a_failure_of_its_own(data: BucketData) -> None:
-    data.put("short", [pages(b"1234")])
+    data.put_object("short", [pages(b"1234")])
     with pytest.raises(ShelfFailure, match="cannot read"):
-        data.get([("none", 0, pages(4))])
+        data.read_objects([("none", 0, pages(4))])
     with pytest.raises(ShelfFailure, match="expected 8 bytes, got 4"):
-        data.get([("short", 0, pages(8))])
+        data.read_objects([("short", 0, pages(8))])
     into = pages(4)
-    data.get([("short", 0, into)])  # the bucket is not taken for broken
+    data.read_objects([("short", 0, into)])  # the bucket is not taken for broken
     assert into == b"1234"
 
 
@@ -65,7 +67,7 @@ def test_where_nixl_s_back_end_loads_it_moves_the_bytes(place: BucketPlace) -> N
     """The control: nothing falls back where nothing is missing."""
     opened = BucketData(open_bucket(place))
     try:
-        opened.put("a", [pages(b"bytes")])
+        opened.put_object("a", [pages(b"bytes")])
         assert not isinstance(opened._objects, Boto3Objects)
     finally:
         opened.close()

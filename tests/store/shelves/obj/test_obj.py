@@ -91,11 +91,11 @@ def test_each_root_accounts_for_its_own_rows(tmp_path: Path, place: BucketPlace)
         shelf.begin(f"w{'ab'[number]}", "p", BIG)
         shelf.write(f"w{'ab'[number]}", "p", [(0, pages(payload(number, BIG)))])
         row = StoredRow("ns", row_name(number), BIG, time.time())
-        assert of.commit(shelf, StoredPart(f"w{'ab'[number]}", "p", BIG), row)
+        assert of.commit_row(shelf, StoredPart(f"w{'ab'[number]}", "p", BIG), row)
     for shelf, of in zip(shelves, accounts, strict=True):
         of.recount(shelf)
         assert (of.usage().committed, of.usage().reserved) == (BIG, 0)
-    assert accounts[0].remove(shelves[0], "ns", row_name(0)) == BIG
+    assert accounts[0].remove_row(shelves[0], "ns", row_name(0)) == BIG
     assert [of.usage().committed for of in accounts] == [0, BIG]
     assert not shelves[1].has("ns", row_name(0))
     assert load(shelves[0], row_name(1), BIG) == payload(1, BIG)
@@ -112,7 +112,7 @@ def test_a_removed_row_leaves_no_object(root: Path, server: S3Server, place: Buc
         (entry,) = (one for one in (root / "rows").rglob("*") if one.is_file())
         assert entry.stat().st_size == BIG
         assert 512 * entry.stat().st_blocks <= 2 * PAGE, "it takes no room on this machine"
-        assert shelf.remove("ns", row_name()) == BIG
+        assert shelf.remove_row("ns", row_name()) == BIG
     assert server.keys(place) == []
 
 
@@ -121,17 +121,17 @@ def test_another_roots_row_is_removed_without_its_bytes_and_may_be_saved_again(
 ) -> None:
     with ObjShelf(tmp_path / "a", place) as ours, ObjShelf(tmp_path / "b", place) as theirs:
         save(ours, row_name(), payload(1, BIG))
-        assert theirs.remove("ns", row_name()) == 0
+        assert theirs.remove_row("ns", row_name()) == 0
         assert server.keys(place) == []
         assert save(theirs, row_name(), payload(2, BIG))
-        assert ours.remove("ns", row_name()) == BIG, "the entry of the row that is gone"
+        assert ours.remove_row("ns", row_name()) == BIG, "the entry of the row that is gone"
         assert load(theirs, row_name(), BIG) == payload(2, BIG), "theirs is still there"
         save(ours, row_name(3), payload(3, BIG))
-        theirs.remove("ns", row_name(3))
+        theirs.remove_row("ns", row_name(3))
         assert save(ours, row_name(3), payload(4, BIG)), "an entry without a row is replaced"
         assert load(ours, row_name(3), BIG) == payload(4, BIG)
         assert len(server.data_keys(place)) == 2
-        assert ours.remove("ns", row_name(3)) == BIG, "the new entry names what was saved"
+        assert ours.remove_row("ns", row_name(3)) == BIG, "the new entry names what was saved"
         assert not theirs.has("ns", row_name(3))
         assert len(server.data_keys(place)) == 1
 
@@ -185,10 +185,10 @@ shelf = ObjShelf(root, BucketPlace(bucket, "kv/", endpoint, "us-east-1"))
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if step == "put":
-    shelf._data.put = die
+    shelf._data.put_object = die
 if step == "made":
-    put = shelf._data.put
-    shelf._data.put = lambda *given: (put(*given), die())
+    put = shelf._data.put_object
+    shelf._data.put_object = lambda *given: (put(*given), die())
 shelf.begin("dead", "p", 262144)
 shelf.write("dead", "p", [(0, pages(payload(1, 262144)))])
 if step == "written":
@@ -256,7 +256,7 @@ def test_an_index_that_is_cut_or_flipped_is_a_damaged_row_and_can_be_removed(
             server.client.put_object(Bucket=place.bucket, Key=key, Body=bad)
             with pytest.raises(RowDamaged):
                 load(shelf, row_name(), BIG)
-        assert shelf.remove("ns", row_name()) == BIG
+        assert shelf.remove_row("ns", row_name()) == BIG
         assert server.keys(place) == []
         assert save(shelf, row_name(), payload(2, BIG))
         assert load(shelf, row_name(), BIG) == payload(2, BIG)

@@ -72,7 +72,7 @@ CALLS = {
     "write": lambda shelf: shelf.write("writer", "q", [(0, pages(BIG))]),
     "commit": lambda shelf: shelf.commit("writer", "done", "ns", row_name(2)),
     "discard": lambda shelf: shelf.discard("writer", "done"),
-    "remove": lambda shelf: shelf.remove("ns", row_name()),
+    "remove": lambda shelf: shelf.remove_row("ns", row_name()),
 }
 
 
@@ -111,7 +111,7 @@ def test_a_server_that_fails_is_a_failure_of_the_shelf_and_the_shelf_goes_on(
             assert (call == "commit") <= is_new
             assert in_the_end(lambda: load(shelf, row_name(2), BIG)) == payload(2, BIG)
         if call == "remove":
-            assert in_the_end(lambda: shelf.remove("ns", row_name())) == BIG
+            assert in_the_end(lambda: shelf.remove_row("ns", row_name())) == BIG
         in_the_end(lambda: save_anew(row_name(5), payload(5, BIG)))
         assert in_the_end(lambda: load(shelf, row_name(5), BIG)) == payload(5, BIG)
 
