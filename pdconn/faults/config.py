@@ -4,12 +4,12 @@
      "reads": {"delay": 0.1, "delay_s": 0.5, "corrupt": 0.01},
      "messages": {"drop": 0.05, "skip": 2}}
 
-``reads`` injects faults into reads of KV, see ``transport.faulty``; ``messages`` into
-frames of the side channel in both directions, see ``pdconn.faults.frames``.
-Chances are per read and per frame, from 0 to 1, and 0 by default; ``delay_s`` is in
-seconds, 0.1 by default.  Answers may be wrong with ``corrupt`` reads, and with ``corrupt``
-messages without a secret or TLS: a Welcome with one bit of an offset flipped is still a
-valid Welcome.  ``kill`` ends the process; all other faults cost only time or requests.
+``reads`` injects faults into reads of KV (``transport.faulty``); ``messages`` into frames of
+the side channel in both directions (``pdconn.faults.frames``).  Probabilities are per read and
+per frame, from 0 to 1, default 0; ``delay_s`` is in seconds, default 0.1.  Answers can be wrong
+with ``corrupt`` reads, and with ``corrupt`` messages without a secret or TLS: a Welcome with one
+flipped bit in an offset still decodes.  ``kill`` ends the process; all other faults cost only
+time or requests.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Faults of a message stream, frame by frame, as a bad network or a bad peer causes them.
+"""Faults of a message stream, frame by frame, as a bad network or a faulty peer causes them.
 
-Pure: a relay feeds it the frames that arrived and sends the results when they are due; a
+Pure: a relay passes in the frames that arrived and sends the results when they are due; a
 simulation does the same in virtual time.  The faults of frame n are drawn as described in
-``transport.fault_schedule``, so they do not depend on when anything arrived::
+``transport.fault_schedule``, so they do not depend on arrival times::
 
-    feed(frame, now) ──► [DelayedFrame(due, frame), …]    due never decreases
-                         state CUT: close both ends, drop what waits
-                         state STALLED: no more frames pass, what waits is still sent
+    pass_frame(frame, now) ──► [DelayedFrame(due, frame), …]    due never decreases
+                               state CUT: close both ends, drop the queue
+                               state STALLED: pass no more frames, still send the queue
 
 Bodies are opaque: they may be encrypted, and a peer must survive any bytes.
 """
@@ -24,31 +24,31 @@ _KINDS = ("cut", "stall", "drop", "corrupt", "duplicate", "delay", "reorder")
 _PREFIX = 4
 
 HOLD_S = 0.25
-"""How long a frame to be reordered waits for the next one, before it is sent alone."""
+"""Seconds that a frame to be reordered waits for the next one before it is sent alone."""
 
 MAX_FRAME = 1 << 28
-"""A longer frame means that the stream is encrypted, or was corrupted before us."""
+"""A longer frame means that the stream is encrypted, or was corrupted before it arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFaults:
-    """The chance that each fault happens to a frame, from 0 to 1.
+    """The probability, from 0 to 1, that each fault happens to a frame.
 
     ``delay``
-        is sent ``delay_s`` later, and so are the frames behind it.
+        the frame is sent ``delay_s`` later, and so are the frames behind it.
     ``drop``, ``duplicate``
-        is never sent, or sent twice.
+        the frame is never sent, or sent twice.
     ``reorder``
-        is sent after the next frame; alone after ``HOLD_S`` if there is none.
+        the frame is sent after the next one; alone after ``HOLD_S`` if there is none.
     ``corrupt``
-        one bit is flipped, in the length or in the body.
+        one bit of the length or the body is flipped.
     ``cut``
         both ends of the connection are closed.
     ``stall``
-        it and all later frames of this direction are never sent; the connection
+        this frame and all later ones of the direction are never sent; the connection
         stays open.
     ``skip``
-        the number of first frames of a connection and direction without faults.
+        number of first frames, per connection and direction, without faults.
 
     ``cut`` precedes ``stall``, which precedes ``drop``, which precedes the others;
     those combine.
@@ -109,16 +109,16 @@ class FrameFaults:
     """Injects faults into one direction of one connection.
 
     Args:
-        rng: used by this direction only.
-        counts: faults by kind, and as ``frames`` all frames up to one that ends the
-            direction.
-        hold_s: how long a frame to be reordered waits for the next one.
+        rng: random numbers of this direction.
+        counts: receives the number of faults by kind, and as ``frames`` all frames up to one that
+            ends the direction.
+        hold_s: seconds that a frame to be reordered waits for the next one.
 
     Example:
         >>> faults = FrameFaults(MessageFaults(reorder=1.0), Random(7))
-        >>> faults.feed(b"one", 0.0)
+        >>> faults.pass_frame(b"one", 0.0)
         []
-        >>> [out.frame for out in faults.feed(b"two", 0.1)]
+        >>> [out.frame for out in faults.pass_frame(b"two", 0.1)]
         [b'two', b'one']
     """
 
@@ -140,11 +140,14 @@ class FrameFaults:
 
     @property
     def held_until(self) -> float | None:
-        """When to call :meth:`flush` unless another frame is fed before."""
+        """When to call :meth:`release_held` unless another frame passes before."""
         return None if self._held is None else self._held.until
 
-    def feed(self, frame: bytes, now: float) -> list[DelayedFrame]:
-        """A frame arrived; return what to send, in order.  See also :attr:`state`."""
+    def pass_frame(self, frame: bytes, now: float) -> list[DelayedFrame]:
+        """Draw the faults of an arrived frame; return the frames to send, in order.
+
+        The frame may change :attr:`state`.
+        """
         happens, where = drawn(self._rng, self._faults, _KINDS), self._rng.random()
         if self.state is not FlowState.OPEN:
             return []
@@ -165,9 +168,9 @@ class FrameFaults:
             return []
         if self._held is not None:
             self.counts["reorder"] += 1
-        return [*self._delayed(copies, due), *self.flush(now)]
+        return [*self._delayed(copies, due), *self.release_held(now)]
 
-    def flush(self, now: float) -> list[DelayedFrame]:
+    def release_held(self, now: float) -> list[DelayedFrame]:
         """Release a frame that waits for the next one, also at the end of a stream."""
         held, self._held = self._held, None
         return self._delayed(held.copies, max(held.due, now)) if held else []
@@ -178,7 +181,7 @@ class FrameFaults:
             return []
         if kind == "stall":
             self.state = FlowState.STALLED
-            return self.flush(now)
+            return self.release_held(now)
         self.state = FlowState.CUT
         self._held = None
         return []
@@ -191,8 +194,8 @@ class FrameFaults:
 class FrameCutter:
     """Splits a byte stream into frames, lengths included, without loss or checks.
 
-    A stream whose next length is above ``max_frame`` is not framed (TLS, for example): from
-    there on, chunks pass as they arrive.
+    A length above ``max_frame`` means that the stream is not framed (TLS, for example): from there
+    on, chunks pass unchanged.
     """
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
@@ -200,8 +203,8 @@ class FrameCutter:
         self._pending = bytearray()
         self._is_framed = True
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bytes arrived; return the frames that they complete."""
+    def cut_frames(self, data: bytes) -> list[bytes]:
+        """Add received bytes; return the frames that they complete."""
         if not self._is_framed:
             return [data]
         self._pending += data
@@ -220,8 +223,8 @@ class FrameCutter:
         del self._pending[:start]
         return frames
 
-    def rest(self) -> list[bytes]:
-        """The stream ended: the part of an unfinished frame, if any."""
+    def take_remainder(self) -> list[bytes]:
+        """End the stream; return the bytes of an unfinished frame, if any."""
         rest, self._pending = bytes(self._pending), bytearray()
         return [rest] if rest else []
 

@@ -11,11 +11,11 @@ from pdconn.faults.frames import DelayedFrame, FlowState, FrameCutter, FrameFaul
 _CHUNK = 1 << 18
 
 MAX_WAITING = 1 << 20
-"""Bytes that may wait to be sent before the source is no longer read."""
+"""Queued bytes above which the source is not read."""
 
 
 class PipeLost(Exception):
-    """The connection is over, both ways: cut, reset, or closed under a stalled direction."""
+    """The connection ended in both directions: cut, reset, or closed under a stalled direction."""
 
     def __init__(self, why: str, never_connected: bool = False) -> None:
         self.never_connected = never_connected
@@ -23,14 +23,14 @@ class PipeLost(Exception):
 
 
 class Pipe:
-    """Reads frames from ``source``, and sends to ``sink`` what ``faults`` makes of them.
+    """Reads frames from ``source``, applies ``faults``, and sends the results to ``sink``.
 
-    Both sockets are non-blocking; the sink may still be connecting.  The end of the
-    source is passed on after everything before it.  A stalled pipe keeps reading and
-    discards, so that it notices the end of its source.
+    Both sockets are non-blocking; the sink may still be connecting.  The end of the source is
+    passed on after all queued frames.  A stalled pipe keeps reading and discards, so that it
+    detects the end of its source.
 
     Args:
-        max_waiting: bytes that may wait to be sent before the source is no longer read.
+        max_waiting: queued bytes above which the source is not read.
     """
 
     def __init__(
@@ -53,23 +53,23 @@ class Pipe:
 
     @property
     def wants_to_read(self) -> bool:
-        """Whether the source has not ended, and there is room for more."""
+        """Whether the source is open and the queue has room."""
         return not self._ended and self._queued + len(self._unsent) <= self._max_waiting
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether the sink has yet to take something."""
+        """Whether frames or the end of the stream are still to be written to the sink."""
         return bool(self._unsent)
 
     @property
     def next_due(self) -> float | None:
-        """When to call :meth:`send` even if no socket is ready."""
+        """When to call :meth:`send_due` even if no socket is ready."""
         dues = [self._queue[0].due] if self._queue else []
         if self._faults.held_until is not None:
             dues.append(self._faults.held_until)
         return min(dues, default=None)
 
-    def receive(self, now: float) -> None:
+    def read_source(self, now: float) -> None:
         """Read from the source.
 
         Raises:
@@ -85,22 +85,22 @@ class Pipe:
             if not data:
                 raise PipeLost("closed by the end whose frames are stalled")
             return
-        for frame in self._cutter.feed(data) if data else self._cutter.rest():
-            self._enqueue(self._faults.feed(frame, now))
+        for frame in self._cutter.cut_frames(data) if data else self._cutter.take_remainder():
+            self._enqueue(self._faults.pass_frame(frame, now))
             if self._faults.state is FlowState.CUT:
                 raise PipeLost("cut by a fault")
         if not data:
             self._ended = True
-            self._enqueue(self._faults.flush(now))
+            self._enqueue(self._faults.release_held(now))
 
-    def send(self, now: float) -> None:
-        """Send what is due, as much as the sink takes.
+    def send_due(self, now: float) -> None:
+        """Send the frames that are due, as far as the sink accepts bytes.
 
         Raises:
             PipeLost: the connection broke.
         """
         if self._faults.held_until is not None and self._faults.held_until <= now:
-            self._enqueue(self._faults.flush(now))
+            self._enqueue(self._faults.release_held(now))
         while self._queue and self._queue[0].due <= now:
             frame = self._queue.popleft().frame
             self._queued -= len(frame)

@@ -1,14 +1,14 @@
 """A relay between decode ranks and a lender that injects faults into the frames it passes.
 
-Both ends are real and unaware of it: decode dials the relay, the relay dials the
+Both ends are real and unaware of the relay: decode dials the relay, the relay dials the
 lender, and each frame passes through ``pdconn.faults.frames``::
 
     decode ──► client socket ──► Pipe "there": FrameFaults ──► target socket ──► lender
            ◄──               ◄── Pipe "back"               ◄──               ◄──
 
-One thread, never blocked by either end: while too many bytes wait to be sent to one end
-(``pdconn.faults.pipe``), the other end is not read.  A lender that cannot be reached looks
-like one that closes at once, since the relay accepts before it knows.
+One thread, never blocked by either end: while the queue to one end is full
+(``pdconn.faults.pipe``), the other end is not read.  An unreachable lender looks like one that
+closes at once, since the relay accepts before it connects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class _Link:
-    """One connection: two sockets, and a pipe each way."""
+    """One connection: two sockets, and one pipe per direction."""
 
     def __init__(
         self, client: socket.socket, target: socket.socket, there: FrameFaults, back: FrameFaults
@@ -48,17 +48,17 @@ class _Link:
         """Whether both directions have ended."""
         return all(pipe.is_over for pipe in self.pipes)
 
-    def receive(self, sock: object, now: float) -> None:
-        """Read from ``sock``."""
-        self.pipes[0 if sock is self.sockets[0] else 1].receive(now)
+    def read_from(self, sock: object, now: float) -> None:
+        """Read frames from ``sock``."""
+        self.pipes[0 if sock is self.sockets[0] else 1].read_source(now)
 
-    def send(self, now: float) -> None:
-        """Send what is due, in both directions."""
+    def send_due(self, now: float) -> None:
+        """Send the frames that are due, in both directions."""
         for pipe in self.pipes:
-            pipe.send(now)
+            pipe.send_due(now)
 
     def wanted(self) -> list[tuple[socket.socket, int]]:
-        """The events to select each socket for."""
+        """Each socket with the events to select it for."""
         there, back = self.pipes
         read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
         return [
@@ -68,16 +68,16 @@ class _Link:
 
 
 class Relay:
-    """Passes connections to ``target_host:target_port`` on, with ``faults``, until closed.
+    """Relays connections to ``target_host:target_port`` with ``faults``, until closed.
 
     Every connection and direction draws from ``Random(f"{seed}/{connection}/{direction}")``:
     ``connection`` counts from 0, ``direction`` is ``there`` or ``back``.
 
-    ``counts`` has faults by kind, ``frames``, ``connections``, and ``unreachable`` for
-    connections that the target did not accept.
+    ``counts`` holds the faults by kind, ``frames``, ``connections``, and ``unreachable`` for
+    connections that the target refused.
 
     Args:
-        hold_s: how long a frame to be reordered waits for the next one.
+        hold_s: seconds that a frame to be reordered waits for the next one.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Relay:
         self._worker.start()
 
     def close(self) -> None:
-        """Close every connection and end the thread.  A second call does nothing."""
+        """Close every connection and end the thread.  Idempotent."""
         self._worker.end()
         self._inbox.free_sockets()
 
@@ -165,8 +165,8 @@ class Relay:
         now = self._clock()
         try:
             for sock in readable:
-                link.receive(sock, now)
-            link.send(now)
+                link.read_from(sock, now)
+            link.send_due(now)
         except PipeLost as error:
             log.debug("pdconn: relayed connection ended: %s target=%s:%s", error, *self._target)
             if error.never_connected:
@@ -176,7 +176,7 @@ class Relay:
             self._select(link)
 
     def _select(self, link: _Link) -> None:
-        """Select for what the link wants next; drop it once it is over."""
+        """Select the link's sockets for the events it waits for; drop a link that has ended."""
         if link.is_over:
             self._drop(link)
             return
@@ -199,7 +199,7 @@ class Relay:
 
 
 class Relays:
-    """A relay per lender, opened on first use; for one thread."""
+    """One relay per lender, opened on first use.  Not thread-safe."""
 
     def __init__(self, faults: MessageFaults, seed: int) -> None:
         self._faults = faults
@@ -207,9 +207,9 @@ class Relays:
         self._relays: dict[tuple[str, int], Relay] = {}
 
     def through(self, host: str, port: int) -> tuple[str, int]:
-        """The address to dial to reach ``host:port`` with faults on the way.
+        """The address to dial to reach ``host:port`` through faults.
 
-        Relay n has the seed ``seed + n``, so that two lenders do not fail alike.
+        Relay n has the seed ``seed + n``, so that two lenders fail differently.
         """
         relay = self._relays.get((host, port))
         if relay is None:
@@ -218,7 +218,7 @@ class Relays:
         return relay.host, relay.port
 
     def counts(self) -> Counter[str]:
-        """The counts of all relays together."""
+        """The summed counts of all relays."""
         return sum((relay.counts for relay in self._relays.values()), Counter())
 
     def close(self) -> None:

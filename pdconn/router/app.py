@@ -1,4 +1,4 @@
-"""HTTP routes of the router, its refusals, and how each request ended."""
+"""HTTP routes of the router, its refusals, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _SERVED = (
 )
 
 _Answered = tuple[EngineAnswer | Listing, str]
-"""An engine's answer or a list of models, and the request's id."""
+"""The answer of an engine, or a list of models, and the request's id."""
 
 _ENDS = {
     StreamEnd.ENGINE_FAILED: RequestEnd.BROKEN_STREAM,
@@ -82,7 +82,7 @@ _ENDS = {
 
 
 class _OpenRequests:
-    """Requests that an engine answers, or is to answer."""
+    """Counts the requests that an engine answers or is asked to answer."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -90,7 +90,7 @@ class _OpenRequests:
         self.idle.set()
         self.is_draining = False
 
-    def count(self, step: int) -> None:
+    def count_open(self, step: int) -> None:
         self.number += step
         if self.number == 0:
             self.idle.set()
@@ -128,7 +128,7 @@ class RouterApp:
 
     @property
     def admission(self) -> ClientAdmission:
-        """Of the connections that its requests come from."""
+        """The admission of the connections that requests arrive on."""
         return self._bodies.admission
 
     def app(self) -> web.Application:
@@ -152,7 +152,7 @@ class RouterApp:
             app.router.add_route(passed.method, passed.path, handler, expect_handler=_continue)
         models = self._counting("/v1/models", self._models)
         app.router.add_get("/v1/models", models, allow_head=False, expect_handler=_continue)
-        # As the model is called: names hold slashes.
+        # Last, and as a pattern: names of models contain slashes.
         path, model = "/v1/models/{name:.+}", self._counting(_MODEL_NAME, self._model)
         app.router.add_get(path, model, allow_head=False, expect_handler=_continue)
         self._probes.add_to(app, name_engines=self._config.listen.show_engines)
@@ -163,8 +163,8 @@ class RouterApp:
         if (decision := request.decision) is not None:
             self._handover.router.decisions.end_decision(decision, request.outcome())
 
-    async def drain(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` until no request is left that an engine answers."""
+    async def drain_requests(self, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` until no request is open at an engine."""
         self._open.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -173,16 +173,16 @@ class RouterApp:
     def _counting(
         self, path: str, answer: Callable[[web.Request], Awaitable[_Answered]]
     ) -> Handler:
-        """A handler that relays what ``answer`` gets; counted in flight, and by its end."""
+        """A handler that relays what ``answer`` returns, and counts it in flight and by outcome."""
 
         async def handle(http: web.Request) -> web.StreamResponse:
             end, status = RequestEnd.REFUSED, None
             served = current()
             if self._tracing is not None:
-                served.span = self._tracing.begin(
+                served.span = self._tracing.begin_span(
                     f"{http.method} {path}", http.headers, method=http.method, route=path
                 )
-            self._open.count(1)
+            self._open.count_open(1)
             try:
                 response, end = await self._admitted(http, answer)
                 status = response.status
@@ -202,10 +202,10 @@ class RouterApp:
             except asyncio.CancelledError:
                 end = RequestEnd.CUT_OFF if self._open.is_draining else RequestEnd.CLIENT_LEFT
                 if served.answer is not None and served.answer.is_whole:
-                    end = self._whole(served, served.answer)  # the client has everything
+                    end = self._whole(served, served.answer)  # the client has the whole answer
                 raise
             finally:
-                self._open.count(-1)
+                self._open.count_open(-1)
                 self._handover.metrics.request_ended(path, end)
                 served.end = end
                 if served.span is not NOT_TRACED:
@@ -217,7 +217,7 @@ class RouterApp:
     async def _admitted(
         self, http: web.Request, answer: Callable[[web.Request], Awaitable[_Answered]]
     ) -> tuple[web.StreamResponse, RequestEnd]:
-        """The answer, in a place in flight, and in time."""
+        """The answer, obtained within a place in flight and the request time-out."""
         limit_s, queue = self._config.times.request_timeout_s, self._bodies.queue
         deadline_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         in_time = asyncio.timeout_at(deadline_s)
@@ -245,7 +245,7 @@ class RouterApp:
         name_engine, served = self._config.listen.show_engines, current()
         reader = served.answer = AnswerReader(answer.status, answer.headers)
         if isinstance(answer, Listing):
-            reader.feed(answer.body)
+            reader.read_chunk(answer.body)
             listed = _listed(answer, request_id, name_engine=name_engine)
             return listed, self._whole(served, reader)
         began = partial(self._stream_began, served) if reader.is_stream else None
@@ -269,7 +269,7 @@ class RouterApp:
             served.routed.note(FirstToken())
 
     def _whole(self, served: Served, answer: AnswerReader) -> RequestEnd:
-        """The end of a request of which the client has the whole answer."""
+        """The outcome of a request whose whole answer the client has received."""
         return end_of(
             answer,
             generates=served.routed is not None,
@@ -277,7 +277,7 @@ class RouterApp:
         )
 
     async def _answer(self, route: Route, http: web.Request) -> _Answered:
-        """Of a generating route; the body is held until the answer begins."""
+        """Answer a generating route; the body is held until the answer begins."""
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
             body = parse_body(route, await self._bodies.read_body(http, held), self._bodies.xargs)
@@ -292,7 +292,7 @@ class RouterApp:
             return await self._handover.answer_request(request), request_id
 
     async def _pass(self, route: PassedRoute, http: web.Request) -> _Answered:
-        """Of a route that one engine serves; the body is held until the answer begins."""
+        """Answer a route that one engine serves; the body is held until the answer begins."""
         request_id, headers = self._identify(http)
         path = http.rel_url.raw_path_qs
         if route.method == "GET":
@@ -311,7 +311,7 @@ class RouterApp:
             serving = None
             if route.asks is not Asks.HOLDER:
                 models = self._handover.router.tokeniser.models
-                serving = await models.serving(model, asking(headers))
+                serving = await models.engines_for(model, asking(headers))
             span = current().span
             passing = Passing(request_id, headers, path, route.asks, raw, serving, span)
             del raw, model
@@ -323,9 +323,9 @@ class RouterApp:
         return await self._listed.list_models(headers, request_id), request_id
 
     async def _model(self, http: web.Request) -> _Answered:
-        """One model of the list; vLLM has no such route, and clients ask for it first."""
+        """One model of the list; vLLM lacks this route, and some clients request it first."""
         (listing, request_id), name = await self._models(http), http.match_info["name"]
-        return (listing.of(name) if isinstance(listing, Listing) else listing), request_id
+        return (listing.pick_model(name) if isinstance(listing, Listing) else listing), request_id
 
     def _identify(self, http: web.Request) -> tuple[str, CIMultiDict[str]]:
         """The request's id, the client's if it sent one, and the headers for engines."""
@@ -337,7 +337,7 @@ class RouterApp:
             if (authorization := self._engine_key.authorization()) is not None:
                 headers["Authorization"] = authorization
         elif KEY_HEADER in headers and "Authorization" not in headers:
-            headers["Authorization"] = f"Bearer {headers[KEY_HEADER]}"  # all that vLLM looks at
+            headers["Authorization"] = f"Bearer {headers[KEY_HEADER]}"  # vLLM reads no other header
         return request_id, headers
 
 
@@ -354,7 +354,7 @@ def _same(name: str | None) -> str | None:
 
 
 def _end_span(served: Served, status: int | None) -> None:
-    """End a request's span, with how the request ended."""
+    """End a request's span, with the request's outcome."""
     end, span = served.end, served.span
     span.note(
         request_id=served.request_id,
@@ -362,16 +362,16 @@ def _end_span(served: Served, status: int | None) -> None:
         status=status,
     )
     if end is None or end.is_failure:
-        span.fail("" if end is None else end.value)
+        span.mark_failed("" if end is None else end.value)
     span.end()
 
 
 async def _continue(http: web.Request) -> None:
-    """Ask for the body where the client waits for that; other expectations are ignored.
+    """Send ``100 Continue`` to a client that waits for it; other expectations are ignored.
 
-    RFC 9110, section 10.1.1.  aiohttp's own handler refuses them before any middleware runs,
-    so that neither the access log nor the metrics hold the request.
+    RFC 9110, section 10.1.1.  aiohttp's own handler refuses them before any middleware runs, so
+    that the request would be in neither the access log nor the metrics.
     """
     if http.version >= HttpVersion11 and http.headers["Expect"].lower() == "100-continue":
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        http.writer.output_size = 0  # of the answer, which begins after this
+        http.writer.output_size = 0  # bytes of the answer, which begins after this

@@ -1,4 +1,4 @@
-"""The parts of a router, made by its settings."""
+"""Builds the parts of a router from its settings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import AbandonedRequests
-from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.prefill import Prefill
+from pdconn.router.handover.handover import Handover, Prefill
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
@@ -31,12 +30,12 @@ def make_handover(
     *,
     limits: Limits,
 ) -> Handover:
-    """What takes requests through prefill and decode."""
+    """The hand-over of requests through prefill and decode."""
     tickets = TicketReturner(
         tries.engines,
         client,
         tries.metrics,
-        give_up_s=config.times.lease_s / 3,  # after that the lease frees the blocks soon enough
+        give_up_s=config.times.lease_s / 3,  # later, the lease frees the blocks soon enough
         most_returns=limits.most_ticket_returns,
     )
     pulls = PrefixPulls(planner, client, tries.health, tickets)
@@ -68,7 +67,7 @@ def make_router(
     limits: Limits,
     engine_key: EngineKey,
 ) -> RequestRouter:
-    """What decides for each request."""
+    """The component that decides where each request goes."""
     return RequestRouter(
         engines,
         policy,

@@ -1,8 +1,8 @@
 """Tasks that outlive the request that started them.
 
-``asyncio`` keeps only weak references to tasks, and reports an error when the task is
-collected, if ever.  ``Background`` holds a task until it ends, logs its error when it happens,
-and leaves none running when it is closed.
+``asyncio`` keeps only weak references to tasks, and reports a task's error when the task is
+garbage-collected, if ever.  ``Background`` holds each task until it ends, logs its error at once,
+and has none running after ``close``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Background:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> bool:
-        """Start ``work``; False, and nothing starts, when ``limit`` tasks are running."""
+        """Start ``work``; returns False, without starting it, when ``limit`` tasks are running."""
         if len(self._tasks) >= self._limit:
             work.close()
             return False
@@ -41,7 +41,7 @@ class Background:
             log.error("pdconn: background task failed task=%r", task.get_name(), exc_info=error)
 
     async def close(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for running tasks, then cancel the rest.
+        """Wait up to ``grace_s`` for running tasks, then cancel the others.
 
         Work that is spawned afterwards does not run.
         """

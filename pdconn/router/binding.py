@@ -1,4 +1,4 @@
-"""The sockets that a router listens on, and why there is none."""
+"""Binds the sockets that a router listens on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdconn.router.errors import CannotListen
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, which does not listen yet.
+    """A bound socket that does not listen yet.
 
     Raises:
         CannotListen: the address is not available.
@@ -31,7 +31,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_admin(config: ProxyConfig) -> socket.socket:
-    """The same for the admin pages."""
+    """A bound socket for the admin pages."""
     try:
         return bind(config.listen.admin_host, config.listen.effective_admin_port)
     except CannotListen as error:
@@ -39,12 +39,12 @@ def bind_admin(config: ProxyConfig) -> socket.socket:
 
 
 def cannot_listen_admin(config: ProxyConfig, error: BaseException) -> CannotListen:
-    """The error of the admin pages' listener."""
+    """The error for an unavailable address of the admin pages."""
     why = f"{getattr(error, 'strerror', None) or error} (for the admin pages; see --admin-port)"
     return CannotListen(config.listen.admin_host, config.listen.effective_admin_port, why)
 
 
 def url_of(scheme: str, host: str, sock: socket.socket) -> str:
-    """Where a bound socket is reached."""
+    """The URL at which a bound socket is reached."""
     shown = f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{sock.getsockname()[1]}"

@@ -1,12 +1,12 @@
-"""The router's settings, and the table of its options: every option is declared here, once.
+"""The router's settings.  Every option is declared once, as a field of a record.
 
 ::
 
     OPTIONS ──► parser, --help, docs/cli.md, what SIGHUP reads again
-       └──────► ProxyConfig.of(...) ──► records by subject, each checked once it is built
+       └──────► ProxyConfig.from_options(...) ──► records by subject, each checked once it is built
 
-A field of a record is an option (:mod:`pdconn.router.options`).  The command line is read in the
-order of the records and of their fields.
+Fields are declared with :mod:`pdconn.router.options`.  The command line is checked in the order
+of the records and of their fields.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware
 from pdconn.router.tracing.spans import Tracing
 
 ADMIN_ABOVE = 1000
-"""The admin pages' port, if it is not given, lies so far above ``port``."""
+"""Distance of the admin pages' default port above ``port``."""
 LAST_PORT = 65535
 _MIB = 1 << 20
 
@@ -77,9 +77,8 @@ def _check_url(url: str) -> None:
 class EngineSettings(CheckedSettings):
     """The engines.
 
-    ``prefill`` and ``decode`` are words as ``parse_source`` reads them: base URLs with the
-    endpoints of their KV events, or DNS names.  An engine may be in both, and in the file
-    ``fleet`` too.
+    ``prefill`` and ``decode`` are in the syntax of ``parse_source``: base URLs with the endpoints
+    of their KV events, or DNS names.  An engine may be in both, and in the file ``fleet`` too.
     """
 
     prefill: tuple[str, ...] = option((), "URL", says="engines that compute prompts", several="+")
@@ -102,7 +101,7 @@ class EngineSettings(CheckedSettings):
         """The sources of the fleet.
 
         Raises:
-            BadSetting: a word makes no sense, or names an engine twice in one role.
+            BadSetting: a word is malformed, or names an engine twice in one role.
         """
         sources: list[FleetSource] = []
         for flag, role, words in (
@@ -121,7 +120,7 @@ class EngineSettings(CheckedSettings):
 
     @property
     def decodes_alone(self) -> bool:
-        """Whether decode computes prompts itself that could not be handed over."""
+        """Whether decode computes prompts that could not be handed over."""
         return not self.require_prefill
 
 
@@ -129,8 +128,8 @@ class EngineSettings(CheckedSettings):
 class RoutingSettings(CheckedSettings):
     """How engines are chosen.
 
-    ``pull_above`` is the fewest tokens that prefill pulls from another engine.  ``reuse_tokens``:
-    decode gets the token ids of a chat that prefill has computed.
+    ``pull_above`` is the smallest number of tokens that prefill pulls from another engine.  With
+    ``reuse_tokens`` decode receives the token ids of a chat from prefill.
     """
 
     policy: str = option(PrefixAware.name, says="how to choose engines", choices=tuple(POLICIES))
@@ -192,10 +191,10 @@ class RoutingSettings(CheckedSettings):
         self.scheme()
 
     def scheme(self) -> HashScheme | None:
-        """How every engine hashes its blocks; None to detect it from KV events.
+        """The hash scheme of every engine; None to detect it from KV events.
 
         Raises:
-            BadSetting: one of its two options is missing, or makes no sense.
+            BadSetting: one of the two options is missing or invalid.
         """
         if self.hash_algorithm is None and self.hash_block_tokens is None:
             return None
@@ -218,7 +217,7 @@ class RoutingSettings(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class ListenSettings(CheckedSettings):
-    """Where the router listens, to whom, and what it shows them.  Port 0 takes any free one."""
+    """Where the router listens, and what clients may do and see.  Port 0 takes any free one."""
 
     host: str = option("127.0.0.1", says="address to listen on")
     port: int = option(8000, says="port to listen on; 0: any free one", parse=int)
@@ -291,19 +290,19 @@ class ListenSettings(CheckedSettings):
 
     @property
     def shows_models(self) -> bool:
-        """Whether a client may know what engines list to the router: if its key is checked here."""
+        """Whether clients may see the router's list of models: only if their keys are checked."""
         return self.engine_key_file is None or self.api_key_file is not None
 
     @property
     def passes_authorization(self) -> bool:
-        """Whether engines get a client's ``Authorization``: unless it is the router's key."""
+        """Whether engines receive the client's ``Authorization``: unless it is checked here."""
         return self.api_key_file is None or self.forward_authorization
 
     def make_tls(self) -> ServerTls | None:
-        """The certificate for clients; None where they connect in the clear.
+        """The TLS of the client listener; None for plain connections.
 
         Raises:
-            BadSetting: a file is missing or wrong.
+            BadSetting: a file is missing or invalid.
         """
         if self.tls_cert is None or self.tls_key is None:
             return None
@@ -312,10 +311,10 @@ class ListenSettings(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class TimeSettings(CheckedSettings):
-    """Time-outs and tries.  A time-out of None does not end; ``retries`` of None are all engines.
+    """Time-outs and retries.  None means no time-out, and as ``retries`` all engines.
 
-    ``drain_delay_s`` passes between the end of readiness and the end of listening, and
-    ``drain_timeout_s`` begins after it.
+    ``drain_delay_s`` passes between the end of readiness and the end of listening;
+    ``drain_timeout_s`` starts after it.
     """
 
     wait_s: float | None = option(
@@ -400,13 +399,13 @@ class TimeSettings(CheckedSettings):
 
     @property
     def most_tries(self) -> int | None:
-        """Engines of one role that a request may be sent to; None: all."""
+        """Maximum engines of one role that a request is sent to; None for all."""
         return None if self.retries is None else self.retries + 1
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings(CheckedSettings):
-    """What clients may send and hold."""
+    """Limits of what clients may send and hold."""
 
     max_body_mib: float = option(
         64.0, "MIB", says="answer longer request bodies with 413", parse=float
@@ -458,12 +457,12 @@ class AdmissionSettings(CheckedSettings):
 
     @property
     def max_body_nbytes(self) -> int:
-        """The longest request body that is read."""
+        """Bytes of the longest request body."""
         return int(self.max_body_mib * _MIB)
 
     @property
     def max_bodies_nbytes(self) -> int:
-        """Of all request bodies that are held at once."""
+        """Bytes of all request bodies together."""
         return int(self.max_bodies_mib * _MIB)
 
     @property
@@ -474,7 +473,7 @@ class AdmissionSettings(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings(CheckedSettings):
-    """Where traces go."""
+    """Trace export."""
 
     otlp_traces_endpoint: str | None = option(
         None,
@@ -486,7 +485,7 @@ class TraceSettings(CheckedSettings):
     )
 
     def make_tracing(self) -> Tracing | None:
-        """Where the traces of requests go; None without an endpoint.
+        """The exporter of request traces; None without an endpoint.
 
         Raises:
             BadSetting: OpenTelemetry is not installed.
@@ -504,7 +503,7 @@ class TraceSettings(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """How a router runs: the options of ``pdconn proxy``, by subject."""
+    """The settings of a router: the options of ``pdconn proxy``, by subject."""
 
     engines: EngineSettings
     routing: RoutingSettings = field(default_factory=RoutingSettings)
@@ -514,14 +513,14 @@ class ProxyConfig:
     traces: TraceSettings = field(default_factory=TraceSettings)
 
     @classmethod
-    def of(cls, prefill: Sequence[str], decode: Sequence[str], **settings: Any) -> Self:
-        """From the words of a command line, and other settings by their names in ``OPTIONS``.
+    def from_options(cls, prefill: Sequence[str], decode: Sequence[str], **settings: Any) -> Self:
+        """Settings from command-line words, and other settings by their names in ``OPTIONS``.
 
         Raises:
-            BadSetting: a value makes no sense; ``field`` is its command-line option.
-            TypeError: no setting has such a name.
+            BadSetting: a value is invalid; ``field`` is its command-line option.
+            TypeError: there is no setting of that name.
 
-        >>> ProxyConfig.of(["http://p:1"], ["http://d:1"], port=9).listen.port
+        >>> ProxyConfig.from_options(["http://p:1"], ["http://d:1"], port=9).listen.port
         9
         """
         settings |= {"prefill": tuple(prefill), "decode": tuple(decode)}
@@ -545,4 +544,4 @@ OPTIONS: tuple[RouterOption, ...] = tuple(
 """Every option of the router, in the order of ``pdconn proxy --help``."""
 
 RELOADED = tuple(row.flag for row in OPTIONS if row.is_reloaded)
-"""Options whose files SIGHUP reads again."""
+"""Options that name files which SIGHUP reads again."""

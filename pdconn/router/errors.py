@@ -1,7 +1,7 @@
 """Errors that the router answers with, and errors that keep it from starting.
 
-An engine's own error is not here: it reaches the client as the engine wrote it.  A
-``Refusal`` is the router's, in the shape that OpenAI's clients and vLLM agree on::
+An engine's own error is not among them: it reaches the client unchanged.  A ``Refusal`` is the
+router's own answer, in the shape that OpenAI clients and vLLM use::
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": 400}}
 """
@@ -19,7 +19,7 @@ from transport.errors import FieldError, shown
 
 
 class Refusal(Exception):
-    """The router answers this request itself, with an error."""
+    """An error answer of the router itself."""
 
     status: ClassVar[int]
     kind: ClassVar[str]
@@ -27,17 +27,17 @@ class Refusal(Exception):
     param: str | None = None
 
     def message(self, *, name_engines: bool) -> str:
-        """What the client reads; ``name_engines``: it may learn their addresses."""
+        """The message for the client; ``name_engines``: whether it may contain engine addresses."""
         del name_engines
         return str(self)
 
     def details(self, *, name_engines: bool) -> dict[str, object]:
-        """Fields beside the four that every client knows."""
+        """Fields beside the four standard ones."""
         del name_engines
         return {}
 
     def body(self, *, name_engines: bool, anthropic: bool = False) -> bytes:
-        """The answer's JSON; ``anthropic``: with the field that Anthropic's clients know it by."""
+        """The answer as JSON; ``anthropic``: with the field that Anthropic's clients expect."""
         error = {
             "message": self.message(name_engines=name_engines),
             "type": self.kind,
@@ -50,7 +50,7 @@ class Refusal(Exception):
 
 
 class FieldRefusal(FieldError, Refusal):
-    """One field of a client's request is wrong."""
+    """One field of a client's request is invalid."""
 
     def __init__(self, field: str, expected: object, seen: object, hint: str = "") -> None:
         super().__init__(field, expected, seen, hint)
@@ -58,21 +58,21 @@ class FieldRefusal(FieldError, Refusal):
 
 
 class BadBody(FieldRefusal):
-    """The client's body makes no sense."""
+    """The client's body is invalid."""
 
     status = 400
     kind = "BadRequestError"
 
 
 class BadHead(FieldRefusal):
-    """The head of the client's request is odd."""
+    """The head of the client's request is malformed or ambiguous."""
 
     status = 400
     kind = "BadRequestError"
 
 
 class BadQuery(FieldRefusal):
-    """The query of an admin page makes no sense."""
+    """The query of an admin page is invalid."""
 
     status = 400
     kind = "BadRequestError"
@@ -86,7 +86,7 @@ class BodyTooLarge(FieldRefusal):
 
 
 class BodyTooSlow(FieldRefusal):
-    """Too little of the client's body arrives."""
+    """The client's body arrives too slowly."""
 
     status = 408
     kind = "RequestTimeoutError"
@@ -101,7 +101,7 @@ class UnsupportedEncoding(FieldRefusal):
 
 
 class Busy(Refusal):
-    """The router holds as much as it may, for all clients together."""
+    """The router has reached a limit over all clients."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -112,14 +112,14 @@ class Busy(Refusal):
 
 
 class NotFound(FieldRefusal):
-    """The router does not serve this path, or does not remember this request id."""
+    """The router has no such path, or does not keep this request id."""
 
     status = 404
     kind = "NotFoundError"
 
 
 class MethodNotAllowed(FieldRefusal):
-    """The router serves this path, but not by this method."""
+    """The path exists, but not for this method."""
 
     status = 405
     kind = "MethodNotAllowedError"
@@ -142,14 +142,14 @@ class UnknownModel(Refusal):
 
 
 class NoPrompt(FieldRefusal):
-    """The request was routed without its prompt's hashes."""
+    """The request was routed without hashing its prompt."""
 
     status = 409
     kind = "ConflictError"
 
 
 class Unauthorized(Refusal):
-    """The client sent none of the keys of ``--api-key-file``."""
+    """The client sent no valid key of ``--api-key-file``."""
 
     status = 401
     kind = "AuthenticationError"
@@ -184,7 +184,7 @@ class NoEngineLeft(Refusal):
         self.failures = failures
 
     def message(self, *, name_engines: bool) -> str:
-        """Without the engines and the reasons, which may hold addresses too."""
+        """The message without engines and reasons, which may contain addresses."""
         return str(self) if name_engines else f"no {self.role} engine answers"
 
     def details(self, *, name_engines: bool) -> dict[str, object]:
@@ -196,7 +196,7 @@ class NoEngineLeft(Refusal):
 
 
 class RequestTimedOut(Refusal):
-    """``--request-timeout`` is over, and no answer has begun."""
+    """``--request-timeout`` elapsed before an answer began."""
 
     status = 504
     kind = "GatewayTimeoutError"
@@ -206,7 +206,7 @@ class RequestTimedOut(Refusal):
 
 
 class HandoverRequired(Refusal):
-    """``--require-prefill``, and the request has no ticket though it could have one."""
+    """``--require-prefill`` is set, and the request could have a ticket but has none."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -217,7 +217,7 @@ class HandoverRequired(Refusal):
 
 
 class BadSetting(FieldError, ValueError):
-    """A setting of the router makes no sense."""
+    """A setting of the router is invalid."""
 
     show: ClassVar[Callable[[object], str]] = repr
 
@@ -232,7 +232,7 @@ class CannotListen(Exception):
 
 
 class EnginesMissing(Exception):
-    """``--wait`` is over and a role has no engine that answers."""
+    """``--wait`` elapsed and a role has no healthy engine."""
 
     def __init__(self, wait_s: float, failures: tuple[EngineFailure, ...]) -> None:
         super().__init__(f"engines not ready after {wait_s:g} s: {_listed(failures)}")

@@ -1,11 +1,11 @@
-"""How the router's metrics are described and exposed.
+"""The descriptions of the router's metrics, and their exposition.
 
-A ``RouterMetric`` is a row of the tables that metrics are built from.  Beside the router's own,
-whose names all begin with ``pdconn_router_``, the page has the process's, under the names that
-every Prometheus exporter gives them (``process_cpu_seconds_total``).
+A ``RouterMetric`` is a row of the tables from which metrics are built.  Beside the router's own,
+whose names all begin with ``pdconn_router_``, the page has the process metrics under the usual
+names of Prometheus exporters (``process_cpu_seconds_total``).
 
-Prometheus' client adds a ``_created`` series to each counter and histogram.  Switching that off is
-global to a process, and an engine may share it, so they are left out where the page is made.
+Prometheus' client adds a ``_created`` series to each counter and histogram.  Disabling that is
+global to a process, which may host an engine too, so the series are removed when the page is made.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class RouterMetric:
     """A row of a table of metrics.
 
     Attributes:
-        buckets: of a histogram.
-        values: by label the enum of its values; of other labels the fleet or a path decides.
+        buckets: bucket bounds of a histogram.
+        values: the enum of each label's values; values of other labels are engines or paths.
     """
 
     name: str
@@ -48,7 +48,7 @@ BUILD_INFO = RouterMetric(
 
 
 def add_process(registry: CollectorRegistry) -> None:
-    """Show what serves, and what it takes of the machine."""
+    """Register the version and process metrics."""
     ProcessCollector(registry=registry)
     row = BUILD_INFO
     build = Gauge(row.name, row.help, row.labels, registry=registry)
@@ -57,7 +57,7 @@ def add_process(registry: CollectorRegistry) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _WithoutCreated:
-    """A registry's families, without the times at which their series began."""
+    """A registry's families without the ``_created`` series."""
 
     registry: CollectorRegistry
 
@@ -68,5 +68,5 @@ class _WithoutCreated:
 
 
 def render(registry: CollectorRegistry) -> bytes:
-    """The page that Prometheus reads."""
+    """The page in Prometheus' text format."""
     return generate_latest(_WithoutCreated(registry))

@@ -1,8 +1,8 @@
-"""Values of labels of the router's metrics, each with its meaning.
+"""Label values of the router's metrics, each with its meaning.
 
 An outcome or a reason is a member of an enum that derives from ``LabelValue``; ``metric_table``
-says which label takes its values from which enum.  The series of each value exist from the start,
-and ``docs/metrics.md`` lists them from here.
+maps each label to its enum.  The series of each value exist from the start, and ``docs/metrics.md``
+is generated from here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Self
 
 
 class LabelValue(Enum):
-    """A value of a label; ``meaning`` is a line of the documentation.
+    """A value of a label; ``meaning`` is its line in the documentation.
 
     >>> class End(LabelValue):
     ...     OK = ("ok", "The client has its answer.")
@@ -23,7 +23,7 @@ class LabelValue(Enum):
     meaning: str
 
     def __new__(cls, value: str, meaning: str) -> Self:
-        """Only ``value`` is the member's value."""
+        """Make ``value`` alone the member's value."""
         made = object.__new__(cls)
         made._value_ = value
         made.meaning = meaning
@@ -31,19 +31,19 @@ class LabelValue(Enum):
 
 
 class Fault(Enum):
-    """The side that a request's end is a failure of."""
+    """The side that a request's outcome is blamed on."""
 
     NONE = "none"
     CLIENT = "client"
     SERVICE = "service"
-    #: A bound or a stop that the operator has set.
+    #: A limit or a stop that the operator configured.
     LIMIT = "limit"
 
 
 class RequestEnd(LabelValue):
     """How a client's request ended: the label ``outcome`` of ``requests_total``.
 
-    ``fault`` decides the colour on the admin page, spans that failed, and what alerts count.
+    ``fault`` decides the colour on the admin page, which spans are failed, and what alerts count.
     """
 
     OK = ("ok", Fault.NONE, "The client has the whole answer.")
@@ -89,10 +89,10 @@ class RequestEnd(LabelValue):
 
     fault: Fault
     is_failure: bool
-    """Whether it failed, and not by its client."""
+    """Whether the request failed, and not because of its client."""
 
     def __new__(cls, value: str, fault: Fault, meaning: str) -> Self:
-        """Only ``value`` is the member's value."""
+        """Make ``value`` alone the member's value."""
         made = object.__new__(cls)
         made._value_, made.fault, made.meaning = value, fault, meaning
         made.is_failure = fault not in (Fault.NONE, Fault.CLIENT)

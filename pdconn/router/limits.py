@@ -11,17 +11,17 @@ from pdconn.router.routing import tokenize
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time-outs and bounds that no option sets; each is explained where its default is.
+    """Time-outs and bounds that no option sets; each is explained at its default.
 
     Attributes:
-        ready_pause_s: between two probes of the wait at the start.
+        ready_pause_s: between two rounds of probes during the wait at the start.
         fleet_interval_s: between two polls of the fleet's sources.
-        first_backoff_s: until the first probe of an engine that went down.
-        patience_s: for the requests of clients that left.
-        most_ticket_returns: at a time.
-        last_returns_s: for both once all clients are gone, whatever ``--drain-timeout`` is: a
+        first_backoff_s: before the first probe of an engine that went down.
+        patience_s: for requests of clients that left.
+        most_ticket_returns: concurrent returns.
+        last_returns_s: for both of them after the drain, regardless of ``--drain-timeout``: a
             prefill that was cut off needs ``patience_s`` before its ticket can be returned.
-        most_tokens, most_token_nbytes: of prompts that are tokenized.
+        most_tokens, most_token_nbytes: bounds of prompts that are tokenized.
     """
 
     ready_pause_s: float = 0.5

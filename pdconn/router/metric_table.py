@@ -1,4 +1,4 @@
-"""The table of the router's Prometheus metrics, and the values of their labels.
+"""The table of the router's Prometheus metrics, and of their labels' values.
 
 Label values come from enums (``labels``), from the router's own paths and from the fleet, never
 from a client.
@@ -94,7 +94,7 @@ METRICS = (
         "pdconn_router_handed_over_requests_total",
         "counter",
         (),
-        "Requests that decode answered with a ticket of prefill in its hands",
+        "Requests that decode answered with a ticket of prefill",
     ),
     RouterMetric(
         "pdconn_router_direct_requests_total",
@@ -113,7 +113,7 @@ METRICS = (
         "pdconn_router_unused_tickets_total",
         "counter",
         ("outcome",),
-        "Tickets that their requests did not use, by what came of them",
+        "Tickets that their requests did not use, by outcome",
         values={"outcome": TicketEnd},
     ),
     RouterMetric(
@@ -185,7 +185,7 @@ METRICS = (
         "pdconn_router_prefix_pulls_total",
         "counter",
         ("outcome",),
-        "Prefixes that prefill was to pull from another engine (--pull-above), by what came of it",
+        "Prefixes that prefill was to pull from another engine (--pull-above), by outcome",
         values={"outcome": PullEnd},
     ),
     RouterMetric(
@@ -276,4 +276,4 @@ METRICS = (
     ),
     BUILD_INFO,
 )
-"""Every metric of the router, as ``GET /metrics`` names it; the process's come on top."""
+"""Every metric of the router, as ``GET /metrics`` names it; the process metrics are separate."""

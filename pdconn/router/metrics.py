@@ -1,19 +1,19 @@
-"""The router's counters, built from the table of its metrics.
+"""The router's metrics, built from ``metric_table``.
 
-Each router has a registry of its own, so that two in one process (a test, a notebook) do not
-share counts.  Label values come from enums and from the fleet, never from a client: a client
-cannot add series, and the series of an engine that leaves the fleet go with it.
+Each router has its own registry, so that two in one process (a test, a notebook) do not share
+counts.  Label values come from enums and from the fleet, never from a client: a client cannot add
+series, and the series of an engine that leaves the fleet are removed.
 
-What a routed request counts follows from its events::
+The metrics of a routed request are derived from its events::
 
     request ────────────► first token ──► end
        ├─ time_to_first_token ─┤   of streamed answers: others come as a whole
        └─ request_seconds ─────────────┤   of requests that ended well
 
-Both count from a request's arrival, so that its body, the decision, prefill and the hand-over are
-in them.  ``take_moment`` hands what was seen since the last call to ``admin/history.py``.
+Both count from the request's arrival, so that its body, the decision, prefill and the hand-over are
+included.  ``take_moment`` passes the counts since the previous call to ``admin/history.py``.
 
-Metrics of pods are read when the page is requested, so there is nothing to keep in step.
+Metrics of pods are collected when the page is requested, so they cannot be out of date.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from pdconn.router.routing.routed_request import (
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
 _READ_LATER = ("pod_", "build_info")
-"""Beginnings of the names of metrics that others fill in."""
+"""Prefixes of the names of metrics that other collectors export."""
 _OF_ENGINES = ("retries_total", "engine_up", "engine_draining")
 MOST_KEPT = 4096
-"""Times to a first token that are kept between two calls of ``take_moment``; more are not."""
+"""First-token times that are kept between two calls of ``take_moment``."""
 
 
 @dataclass(slots=True)
 class Moment:
-    """Requests that ended between two calls of ``take_moment``, and first tokens that were sent.
+    """Requests that ended between two calls of ``take_moment``, and their first tokens.
 
-    ``served`` had an answer of decode that is no error, ``handed_over`` those of them for which
-    decode had a ticket; ``failed`` ended badly, and not by their client.
+    ``served`` had a good answer of decode, ``handed_over`` those among them whose decode had a
+    ticket; ``failed`` ended badly, and not because of their client.
     """
 
     ended: int = 0
@@ -73,7 +73,7 @@ class Moment:
 
 
 class RouterMetrics:
-    """One router's counters."""
+    """The metrics of one router."""
 
     kinds: ClassVar[frozenset[type[Event]]] = frozenset(
         (Decided, Prefilled, FirstByte, Passed, Pulled, FirstToken, RequestEnded)
@@ -96,7 +96,7 @@ class RouterMetrics:
         self._touch_all()
 
     def _touch_all(self) -> None:
-        """Make every series exist: 0 instead of no data until it first counts."""
+        """Create every series: 0 instead of no data until the first count."""
         for route in Route:
             for ended in RequestEnd:
                 self._families["requests_total"].labels(route.path, ended.value)
@@ -117,9 +117,9 @@ class RouterMetrics:
     # The fleet
 
     def fleet_changed(self) -> None:
-        """Show the engines of the fleet; the series of engines that left are removed."""
+        """Add the series of new engines; remove those of engines that left."""
         retries, up, draining = (self._families[name] for name in _OF_ENGINES)
-        shown = {(role.value, name) for role in Role for name in self._engines.of(role)}
+        shown = {(role.value, name) for role in Role for name in self._engines.in_role(role)}
         for gone in self._shown - shown:
             for family in (retries, up, draining):
                 family.remove(*gone)
@@ -130,12 +130,12 @@ class RouterMetrics:
         self._shown = shown
 
     def engine_up(self, engine: str, up: bool) -> None:
-        """Show whether an engine is up, in each of its roles."""
+        """Set whether an engine is up, in each of its roles."""
         for role in self._engines.roles(engine):
             self._families["engine_up"].labels(role.value, engine).set(1 if up else 0)
 
-    def watch(self, caches: PrefixCaches, statuses: Statuses, policy: str) -> None:
-        """Show the pods too, and the policy's decisions from the start."""
+    def watch_pods(self, caches: PrefixCaches, statuses: Statuses, policy: str) -> None:
+        """Export the metrics of pods, and the policy's decisions from the start."""
         self.registry.register(PodCollector(caches, statuses, _ROWS))
         for decision in DecisionKind:
             self._families["decisions_total"].labels(policy, decision.value)
@@ -155,7 +155,7 @@ class RouterMetrics:
         self._families["connections_dropped_total"].labels(reason.value).inc()
 
     def retried(self, role: Role, engine: str) -> None:
-        """Count a retry on another engine; of an engine that left the fleet, nothing."""
+        """Count a retry on another engine; ignores engines that left the fleet."""
         if (role.value, engine) in self._shown:
             self._families["retries_total"].labels(role.value, engine).inc()
 
@@ -164,7 +164,7 @@ class RouterMetrics:
         self._families["unused_tickets_total"].labels(end.value).inc()
 
     def saw(self, request: RoutedRequest, event: Event) -> None:
-        """Count what happens to a routed request."""
+        """Count an event of a routed request."""
         match event:
             case Decided(decision=decision, is_choice=True):
                 self._decided(decision)
@@ -202,7 +202,7 @@ class RouterMetrics:
                 hits.labels(role.value).inc(ordered[0].candidate.hit.tokens)
 
     def _reported(self, decision: Decision | None, prefill: str, cached_tokens: int) -> None:
-        """Count what prefill reported as cached, beside what was predicted."""
+        """Count the tokens that prefill reported as cached, beside the predicted ones."""
         if decision is not None and decision.lookup is not None:
             for kind, num_tokens in (
                 (ReportedTokens.PREDICTED, decision.hit_tokens(prefill)),
@@ -217,13 +217,13 @@ class RouterMetrics:
             self._families["prefix_pull_tokens_total"].inc(pull.saved)
 
     def first_token(self, route: Route, seconds: float) -> None:
-        """The first byte of a streamed answer goes to its client."""
+        """Observe the time to the first byte of a streamed answer."""
         self._families["time_to_first_token_seconds"].labels(route.path).observe(seconds)
         if len(self._moment.first_tokens_s) < MOST_KEPT:
             self._moment.first_tokens_s.append(seconds)
 
     def routed_request_ended(self, route: Route, outcome: Outcome) -> None:
-        """A request whose body was good is over."""
+        """Observe a routed request that has ended."""
         if outcome.end is RequestEnd.OK and outcome.total_s is not None:
             self._families["request_seconds"].labels(route.path).observe(outcome.total_s)
         moment = self._moment
@@ -234,10 +234,10 @@ class RouterMetrics:
             moment.handed_over += outcome.ticket_s is not None
 
     def take_moment(self) -> Moment:
-        """What happened since the last call."""
+        """The counts since the previous call."""
         taken, self._moment = self._moment, Moment()
         return taken
 
     def render(self) -> bytes:
-        """The page that Prometheus reads."""
+        """The page in Prometheus' text format."""
         return render(self.registry)

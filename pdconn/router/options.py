@@ -1,11 +1,11 @@
-"""What an option of the router is: a row of the table that :mod:`pdconn.router.config` holds.
+"""The declaration of a router option: a row of the table in :mod:`pdconn.router.config`.
 
-The table is the fields of its records.  A field is declared once, with all that is known of it::
+The table consists of the fields of its records.  A field declares everything about its option::
 
     alone_below: int = option(256, "TOKENS", number(what="tokens"), "decode serves ...")
 
-The parser, ``--help``, ``docs/cli.md``, the checks of the settings and what SIGHUP reads again are
-made from that.
+The parser, ``--help``, ``docs/cli.md``, the checks of the settings and the list of files that
+SIGHUP reads again are derived from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROW = "option"
 
 
 class Unfit(ValueError):
-    """A value that an option does not take: what it expects, and what of the value is wrong."""
+    """A value that an option does not accept: the expectation, and the offending part."""
 
     def __init__(self, expected: str, seen: object) -> None:
         super().__init__(expected)
@@ -30,7 +30,7 @@ class Unfit(ValueError):
 
 
 Check = Callable[[Any], None]
-"""Raises ``Unfit`` for what the option does not take."""
+"""Raises ``Unfit`` for values that the option does not accept."""
 
 
 def any_value(value: object) -> None:
@@ -39,7 +39,7 @@ def any_value(value: object) -> None:
 
 
 def number(least: float = 0, what: str = "a number") -> Check:
-    """Whole or not, finite, and at least ``least``."""
+    """A finite number of at least ``least``."""
 
     def check(value: float) -> None:
         if not (math.isfinite(value) and value >= least):
@@ -49,12 +49,12 @@ def number(least: float = 0, what: str = "a number") -> Check:
 
 
 def seconds(least: float = 0.001) -> Check:
-    """A time; a time-out of none would end before it began."""
+    """A duration; a time-out of 0 would end before it began."""
     return number(least, "seconds")
 
 
 def each(check: Check) -> Check:
-    """Every one of several values."""
+    """A check of every one of several values."""
 
     def check_all(values: Collection[object]) -> None:
         for value in values:
@@ -68,18 +68,18 @@ class RouterOption:
     """One option.
 
     Attributes:
-        default: of the setting; None where it is off, or found out.
-        takes: how ``--help`` calls its value; empty: by the option's name, or by ``choices``.
-        check: of a value that is not None.
-        help: without the default, which is added.
-        parse: a word of the command line into a value; raises ``Unfit`` for what is none.
-        unset: what a default of None means, in words.
-        flag: as it is written; empty: the name of the setting, without its unit of seconds.
-        choices: the words that it takes; empty: any.
-        several: values of one use of the option ("+"), or one of each use ("append").
-        collect: the setting, of the values of an option that takes several.
-        is_reloaded: SIGHUP reads the file that it names again.
-        name: of the setting; the table fills it in.
+        default: of the setting; None where it is off, or derived.
+        takes: the name of its value in ``--help``; empty: the option's name, or ``choices``.
+        check: checks a value that is not None.
+        help: the help text, to which the default is added.
+        parse: converts a word of the command line; raises ``Unfit`` for invalid ones.
+        unset: the meaning of a default of None, in words.
+        flag: the option's spelling; empty: the name of the setting, without its unit of seconds.
+        choices: the accepted words; empty for any.
+        several: several values in one use ("+"), or one per use ("append").
+        collect: combines the values of an option that takes several.
+        is_reloaded: whether SIGHUP reads the file that it names again.
+        name: the name of the setting; the table sets it.
     """
 
     default: Any
@@ -96,7 +96,7 @@ class RouterOption:
     name: str = ""
 
     def named(self, name: str) -> RouterOption:
-        """The same, of the setting ``name``."""
+        """The option with the name of its setting."""
         flag = self.flag or f"--{name.removesuffix('_s').replace('_', '-')}"
         return dataclasses.replace(self, name=name, flag=flag)
 
@@ -104,7 +104,7 @@ class RouterOption:
         """Check a value of the setting.
 
         Raises:
-            BadSetting: it makes no sense.
+            BadSetting: the value is invalid.
         """
         if value is None:
             return
@@ -129,7 +129,7 @@ class RouterOption:
 def option(
     default: Any, takes: str = "", check: Check = any_value, says: str = "", **more: Any
 ) -> Any:
-    """A field of a record of settings; arguments as of ``RouterOption``, ``says`` is its help."""
+    """A field of a settings record; arguments as for ``RouterOption``, ``says`` is its help."""
     row = RouterOption(default, takes, check, says, **more)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata={_ROW: row})
@@ -142,17 +142,17 @@ def switch(says: str) -> Any:
 
 
 def options_of(record: type) -> Iterator[RouterOption]:
-    """The options among the fields of a record, in their order."""
+    """The options among a record's fields, in order."""
     for field in fields(record):
         if _ROW in field.metadata:
             yield field.metadata[_ROW].named(field.name)
 
 
 class CheckedSettings:
-    """A record of settings, each of which is checked by its row.
+    """A record of settings; each is checked by its row.
 
     Raises:
-        BadSetting: a value makes no sense; ``field`` is its command-line option.
+        BadSetting: a value is invalid; ``field`` is its command-line option.
     """
 
     __slots__ = ()
@@ -163,4 +163,4 @@ class CheckedSettings:
         self.check_together()
 
     def check_together(self) -> None:
-        """Check what depends on several settings."""
+        """Check rules that involve several settings."""

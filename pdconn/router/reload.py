@@ -1,7 +1,7 @@
-"""What SIGHUP reads again: the fleet, the keys of clients and of engines, the certificate.
+"""Reloads on SIGHUP: the fleet, the keys of clients and of engines, the certificate.
 
-Each is replaced whole or stays as it is: a file with a mistake is named in the log, and the
-router goes on with what it had.
+Each is replaced as a whole or not at all: a file with a mistake is named in the log, and the router
+continues with its previous content.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdconn.router.access.keys import ApiKeys, EngineKey
 from pdconn.router.access.tls import ServerTls
@@ -19,9 +20,20 @@ from pdconn.router.fleet.sources import FleetWatch
 log = logging.getLogger(__name__)
 
 
+class ReloadableFiles(Protocol):
+    """Something read from files, which it reads again."""
+
+    def reload_files(self) -> None:
+        """Read the files again.
+
+        Raises:
+            BadSetting: a file is invalid; the previous content stays.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Reloader:
-    """Reads the files of a running router again; those that it has not are None."""
+    """Reloads the files of a running router; None for files that are not configured."""
 
     fleet_file: str | None
     watch: FleetWatch
@@ -29,27 +41,28 @@ class Reloader:
     engine_key: EngineKey
     tls: ServerTls | None
 
-    async def reload(self) -> tuple[BadSetting, ...]:
-        """Read everything again; returns the mistakes, each of which is logged too."""
+    async def reload_all(self) -> tuple[BadSetting, ...]:
+        """Reload everything; returns the mistakes, which are also logged."""
         mistakes: list[BadSetting] = []
         if self.fleet_file is not None:
-            try:  # the watch mentions a mistake once, not each time it is asked
+            try:  # the watch reports a mistake once, not on each reload
                 await asyncio.to_thread(read_fleet, self.fleet_file)
             except BadSetting as error:
                 mistakes.append(error)
         members = await self.watch.refresh_now()
-        for one in (self.keys, self.engine_key, self.tls):
+        configured: tuple[ReloadableFiles | None, ...] = (self.keys, self.engine_key, self.tls)
+        for one in configured:
             try:
                 if one is not None:
-                    one.reload()
+                    one.reload_files()
             except BadSetting as error:
                 mistakes.append(error)
         for mistake in mistakes:
-            log.error("pdconn: not reloaded, keeping what was: %s", mistake)
+            log.error("pdconn: not reloaded, keeping the previous content: %s", mistake)
         log.log(
             logging.WARNING if mistakes else logging.INFO,
             "pdconn: %s engines=%d keys=%d mistakes=%d",
-            "reloaded only what has no mistake" if mistakes else "reloaded",
+            "reloaded in part" if mistakes else "reloaded",
             len(members),
             0 if self.keys is None else len(self.keys),
             len(mistakes),

@@ -1,12 +1,12 @@
-"""A router's life: bind, wait for engines, serve, drain.
+"""The life cycle of a router: bind, wait for engines, serve, drain.
 
     bind ──► wait (--wait) ──► listen ──► serve ──SIGTERM──► not ready ──► drain ──► exit
       │         │ (--warm-up)    │                     (--drain-delay)  (--drain-timeout)
       └─────────┴────────────────┴─► CannotListen, EnginesMissing
 
-It binds its addresses before the wait, so that a port in use is reported at once, and listens
-after it, so that a client that can connect is served.  The admin pages are there from before
-the wait until after the drain.
+Addresses are bound before the wait, so that a port in use is reported at once, and listening starts
+after it, so that every accepted client is served.  The admin pages are available from before the
+wait until after the drain.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ from pdconn.router.routing.routed_request import RoutedRequest
 log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-#: To write the last bytes of finished answers, before the others are cut off.
+#: Seconds to write the last bytes of finished answers, before the others are cut off.
 _CUT_OFF_S = 0.25
-#: For the rest of a body that is not read, so that its client reads the refusal before it is cut.
+#: Seconds to read the rest of a refused body, so that the client reads the refusal before the
+#: reset.
 _UNREAD_S = 2.0
 
 
@@ -77,7 +78,7 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A router that serves; ``reload`` reads its files again and returns the mistakes."""
+    """A serving router; ``reload`` reloads its files and returns the mistakes."""
 
     config: ProxyConfig
     url: str
@@ -100,7 +101,8 @@ async def running_proxy(
         CannotListen: the address is not available.
         EnginesMissing: a role has no engine after ``config.times.wait_s``.
 
-    >>> async with running_proxy(ProxyConfig.of([p], [d], port=0)) as proxy:  # doctest: +SKIP
+    >>> config = ProxyConfig.from_options([p], [d], port=0)  # doctest: +SKIP
+    >>> async with running_proxy(config) as proxy:  # doctest: +SKIP
     ...     print(proxy.url)
     """
     with ExitStack() as stack:
@@ -112,7 +114,7 @@ async def running_proxy(
         ):
             if config.times.wait_s is not None:
                 await _wait_for_engines(services, config, limits.ready_pause_s, on_ready)
-            await services.warm_up.wait()
+            await services.warm_up.wait_until_warm()
             async with _listening(services.app, sock, config, services.tls):
                 yield Running(
                     config,
@@ -120,7 +122,7 @@ async def running_proxy(
                     url_of("http", config.listen.admin_host, admin),
                     services.metrics,
                     services.router,
-                    services.reloader.reload,
+                    services.reloader.reload_all,
                 )
                 services.probes.start_draining()
                 await asyncio.sleep(config.times.drain_delay_s)
@@ -128,7 +130,7 @@ async def running_proxy(
 
 @dataclass(frozen=True, slots=True)
 class _Services:
-    """The parts of a router that this module needs again."""
+    """The parts of a router that this module needs later."""
 
     engines: EngineRegistry
     health: Health
@@ -154,7 +156,7 @@ async def _services(
     client = EngineClient(config.times.connect_timeout_s)
     alone, timeout_s = config.engines.decodes_alone, config.times.health_timeout_s
     health = Health(engines, client, metrics.engine_up, decodes_alone=alone, timeout_s=timeout_s)
-    probes, planner = Probes(health), PullPlanner.of(config.routing.pull_above or 1)
+    probes, planner = Probes(health), PullPlanner.from_floor(config.routing.pull_above or 1)
     router = make_router(
         config,
         policy,
@@ -165,7 +167,7 @@ async def _services(
         engine_key=engine_key,
     )
     feeds = EventFeeds(router.caches, computed=router.not_found)
-    metrics.watch(router.caches, feeds.statuses, policy.name)
+    metrics.watch_pods(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.times.most_tries, alone)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
     warm_up = FleetWarmUp(
@@ -214,10 +216,10 @@ def _fleet_changed(
 
 
 async def _send(handover: Handover, raw: bytes, headers: CIMultiDict[str]) -> None:
-    """Take a body of the router's own through it."""
+    """Send a body of the router's own through the hand-over."""
     request = RoutedRequest("pdconn-warm-up", headers, parse_body(Route.COMPLETIONS, raw))
     async with await handover.answer_request(request) as answer:
-        await answer.rest()
+        await answer.read_rest()
 
 
 @asynccontextmanager
@@ -239,12 +241,12 @@ async def _serving_admin(
 
 
 def _files_of_fleet(engines: EngineRegistry, feeds: EventFeeds) -> int:
-    """File descriptors to poll each engine's load, and to follow the KV events of each rank."""
+    """File descriptors for polling each engine's load and following each rank's KV events."""
     return len(engines.names) + FILES_A_SUBSCRIBER * len(feeds.statuses())
 
 
 def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -> BodyReader:
-    """What clients may open, send and hold, by the options and this process's limits."""
+    """The limits of clients, from the options and this process's limits."""
     limits = limits_of_process(config.admission.stall_timeout_s, num_reserved)
     log.info("pdconn: admission connections=%d per_host=%d", limits.connections, limits.per_host)
     admission = ClientAdmission(limits, metrics.connection_dropped)
@@ -270,9 +272,9 @@ async def _listening(
     app = router_app.app()
 
     async def drain(app: web.Application) -> None:
-        await router_app.drain(config.times.drain_timeout_s)
+        await router_app.drain_requests(config.times.drain_timeout_s)
 
-    app.on_shutdown.append(drain)  # runs once the socket is closed
+    app.on_shutdown.append(drain)  # runs after the socket is closed
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -295,7 +297,7 @@ async def _listening(
         yield
     finally:
         await runner.cleanup()
-        await router_app.drain(_CUT_OFF_S)  # requests that were cut off are counted
+        await router_app.drain_requests(_CUT_OFF_S)  # requests that were cut off are counted
 
 
 async def _wait_for_engines(
@@ -304,7 +306,7 @@ async def _wait_for_engines(
     pause_s: float,
     on_ready: Callable[[EngineReady], None],
 ) -> None:
-    """Return when every engine answers and each role has one, or after ``wait_s`` if each has."""
+    """Wait until every engine answers and each role has one, or ``wait_s`` if each role has one."""
     engines, health, wait_s = services.engines, services.health, config.times.wait_s or 0.0
     started_s = time.monotonic()
     ready: set[str] = set()
@@ -315,7 +317,7 @@ async def _wait_for_engines(
             if reasons[name] is None and name not in ready:
                 ready.add(name)
                 on_ready(EngineReady(name, waited_s, len(ready), len(engines.names)))
-        complete = all(ready.intersection(engines.of(role)) for role in Role)
+        complete = all(ready.intersection(engines.in_role(role)) for role in Role)
         if complete and all(name in ready or engines.is_draining(name) for name in engines.names):
             return
         if waited_s >= wait_s:
@@ -324,13 +326,13 @@ async def _wait_for_engines(
     if not complete:
         missing = (name for name in engines.names if name not in ready)
         failures = [EngineFailure(name, reasons[name] or "") for name in missing]
-        failures += [_no_engine(role, config) for role in Role if not engines.of(role)]
+        failures += [_no_engine(role, config) for role in Role if not engines.in_role(role)]
         raise EnginesMissing(wait_s, tuple(failures))
     health.report_failed(reasons, "start")
 
 
 def _no_engine(role: Role, config: ProxyConfig) -> EngineFailure:
-    """Of a role whose sources name no engine: a DNS name without addresses, or a file."""
+    """The failure of a role without engines: a DNS name without addresses, or a file."""
     words = config.engines.prefill if role is Role.PREFILL else config.engines.decode
     sources = [*words, *([] if config.engines.fleet is None else [config.engines.fleet])]
     return EngineFailure(", ".join(sources), f"no {role.value} engine")

@@ -119,7 +119,9 @@ async def deployment(
         turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
         shown = {"show_engines": True}
         settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **shown, **settings}
-        config = ProxyConfig.of([word(e) for e in prefill], [word(e) for e in decode], **settings)
+        config = ProxyConfig.from_options(
+            [word(e) for e in prefill], [word(e) for e in decode], **settings
+        )
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         proxy = await stack.enter_async_context(  # goes before its client
             running_proxy(config, limits=limits)

@@ -80,7 +80,7 @@ class _Lying(FrameFaults):
         super().__init__(MessageFaults(), rng, counts)
         self._lie = lie
 
-    def feed(self, frame_: bytes, now: float) -> list[DelayedFrame]:
+    def pass_frame(self, frame_: bytes, now: float) -> list[DelayedFrame]:
         self.counts["welcomes"] += 1
         if self._rng.random() < 0.5:
             return [DelayedFrame(now, frame_)]

@@ -67,8 +67,8 @@ def client() -> EngineClient:
 
 
 async def post(made: EngineClient, url: str, path: str, body: bytes = b"{}") -> bytes:
-    async with await made.post(url, path, body, CIMultiDict()) as answer:
-        return await answer.rest()
+    async with await made.post_body(url, path, body, CIMultiDict()) as answer:
+        return await answer.read_rest()
 
 
 def test_a_host_that_is_gone_is_told_from_one_that_is_busy() -> None:

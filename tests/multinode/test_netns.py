@@ -225,7 +225,7 @@ def test_requests_for_a_prefill_that_stays_away_go_to_the_other(machines: Cluste
     machines.network.unplug("p2")
     try:
         with pytest.raises(OSError, match="timed out"):
-            Client(machines.engines["p2"].url, timeout_s=1.0).get("/health")
+            Client(machines.engines["p2"].url, timeout_s=1.0).get_text("/health")
         for prompt in prompts:
             machines.check(prompt, machines.router.complete(prompt, MAX_TOKENS))
         until(lambda: machines.lent("p1") == lent + len(prompts), "p1 has lent every prompt")
@@ -243,8 +243,8 @@ def test_requests_for_a_prefill_that_stays_away_go_to_the_other(machines: Cluste
 
 def test_the_dashboards_queries_find_their_metrics_on_the_live_pages(machines: Cluster) -> None:
     """As ``test_compose`` says from the code; a page that lacks ours is the control."""
-    pages = [machines.pages.get("/metrics")]
-    pages += [machines.client(name).get("/metrics") for name in ("p1", "d1")]
+    pages = [machines.pages.get_text("/metrics")]
+    pages += [machines.client(name).get_text("/metrics") for name in ("p1", "d1")]
     wanted = {name for each in expressions(dashboard()) for name in asked(each).names}
     assert wanted - shown(pages) == set()
     assert wanted - shown(pages[:1]) != set()

@@ -139,7 +139,7 @@ class Cluster:
     def up(self, engine: str) -> bool:
         """Whether the router believes that an engine is up."""
         line = f'engine="{self.engines[engine].url}"'
-        page = self.pages.get("/metrics").splitlines()
+        page = self.pages.get_text("/metrics").splitlines()
         [up] = [each for each in page if "engine_up{" in each and line in each]
         return up.endswith(" 1.0")
 

@@ -283,10 +283,10 @@ def _groups(rng: Random, unit: int) -> dict[int, GroupSpec]:
 
 def _add_pod(rng: Random, world: World, name: str, groups: Mapping[int, GroupSpec]) -> None:
     described = {group: spec for group, spec in groups.items() if rng.random() < 0.9}
-    world.index.add(name)
+    world.index.add_pod(name)
     world.account[name] = Held(dict(described), set(described))
     for group, spec in described.items():
-        world.index.learn(name, group, spec)
+        world.index.learn_group(name, group, spec)
     if rng.random() < 0.5:
         row_tokens = world.prompt.hash_block_tokens * rng.choice((1, 2, 3, 4, 8))
         world.index.learn_row(name, row_tokens)
@@ -318,7 +318,7 @@ def _step(rng: Random, world: World, name: str) -> None:
     held = world.account[name]
     kind = rng.random()
     if kind < 0.1:
-        world.index.clear(name)
+        world.index.clear_pod(name)
         held.blocks.clear()
         return
     there = sorted(held.blocks, key=str)
@@ -329,11 +329,11 @@ def _step(rng: Random, world: World, name: str) -> None:
         else:
             _remove(world, name, group, medium, block)
     if kind > 0.8:  # of what was never stored
-        world.index.remove(name, 0, "gpu", [2**63 + 5])
+        world.index.remove_blocks(name, 0, "gpu", [2**63 + 5])
 
 
 def _store(world: World, name: str, group: int | None, medium: str, blocks: list[int]) -> None:
-    world.index.store(name, group, medium, blocks)
+    world.index.store_blocks(name, group, medium, blocks)
     held = world.account[name]
     for key in ((group, medium, block) for block in blocks):
         # An engine has copies in its own memory, and only there.
@@ -343,7 +343,7 @@ def _store(world: World, name: str, group: int | None, medium: str, blocks: list
 
 
 def _remove(world: World, name: str, group: int | None, medium: str, block: int) -> None:
-    world.index.remove(name, group, medium, [block])
+    world.index.remove_blocks(name, group, medium, [block])
     held = world.account[name]
     held.blocks[group, medium, block] -= 1
     held.blocks = +held.blocks

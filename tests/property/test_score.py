@@ -184,20 +184,24 @@ def test_an_index_that_counts_no_copies_is_noticed(monkeypatch: pytest.MonkeyPat
 class _MediaAsOne(Index):
     """Takes a block that leaves one medium for gone from all."""
 
-    def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+    def remove_blocks(
+        self, name: str, group: int | None, medium: str, hashes: Iterable[int]
+    ) -> None:
         gone = list(hashes)
         for each in MEDIA:
-            super().remove(name, group, each, gone)
+            super().remove_blocks(name, group, each, gone)
 
 
 class _StoredForGone(Index):
     """Takes a block that is stored for gone from the GPU."""
 
-    def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+    def store_blocks(
+        self, name: str, group: int | None, medium: str, hashes: Iterable[int]
+    ) -> None:
         there = list(hashes)
         if medium == STORED:
-            super().remove(name, group, "gpu", there)
-        super().store(name, group, medium, there)
+            super().remove_blocks(name, group, "gpu", there)
+        super().store_blocks(name, group, medium, there)
 
 
 class _WithoutRows(Index):

@@ -41,10 +41,10 @@ def test_no_group_that_an_engine_describes_breaks_scoring(
     kind: str, window: int, block_tokens: int
 ) -> None:
     index = Index()
-    index.learn("odd", 0, GroupSpec(kind, window, block_tokens))
-    index.learn("plain", 0, GroupSpec("full_attention", None, 16))
-    index.store("odd", 0, "gpu", [1, 2, 3])
-    index.store("plain", 0, "gpu", [1, 2, 3])
+    index.learn_group("odd", 0, GroupSpec(kind, window, block_tokens))
+    index.learn_group("plain", 0, GroupSpec("full_attention", None, 16))
+    index.store_blocks("odd", 0, "gpu", [1, 2, 3])
+    index.store_blocks("plain", 0, "gpu", [1, 2, 3])
     hits = Scorer(index).score(Prompt([1, 2, 3], 49, 16))
     assert hits["plain"].tokens == 48
     assert hits["odd"].blocks <= 3
@@ -53,19 +53,19 @@ def test_no_group_that_an_engine_describes_breaks_scoring(
 def test_planes_are_bounded_and_go_with_their_last_block() -> None:
     index = Index()
     for group, medium in itertools.product(range(100), "abcdef"):
-        index.store("liar", group, medium, [])
+        index.store_blocks("liar", group, medium, [])
     assert list(index.planes()) == []
     for group, medium in itertools.product(range(100), "abcdef"):
-        index.store("liar", group, medium, [group])
+        index.store_blocks("liar", group, medium, [group])
     assert len(list(index.planes())) == MAX_PLANES
     assert index.pods["liar"].refused == 600 - MAX_PLANES
-    index.remove("liar", 0, "a", [0])
+    index.remove_blocks("liar", 0, "a", [0])
     assert (0, "a") not in index.planes()
-    index.store("honest", 0, "gpu", [7])
+    index.store_blocks("honest", 0, "gpu", [7])
     assert (0, "gpu") in index.planes()
-    index.drop("liar")
+    index.drop_pod("liar")
     assert list(index.planes()) == [(0, "gpu")]
-    index.clear("honest")
+    index.clear_pod("honest")
     assert list(index.planes()) == []
     assert index.num_hashes == 0
 
@@ -102,7 +102,7 @@ def test_chains_of_schemes_that_no_engine_has_any_more_are_forgotten() -> None:
         tell(caches, stored(scheme=scheme))
         caches.lookup(PROMPT, NOTHING)
         assert list(caches._chains) == [scheme]
-        caches.reset(source(), "restarted")
+        caches.drop_pod(source(), "restarted")
     assert caches._chains == {}
 
 

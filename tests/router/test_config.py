@@ -25,7 +25,7 @@ URLS = (["http://p:1"], ["http://d:1"])
 
 
 def config(**settings: Any) -> ProxyConfig:
-    return ProxyConfig.of(*URLS, port=0, **settings)
+    return ProxyConfig.from_options(*URLS, port=0, **settings)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_a_word_that_makes_no_sense_names_its_option(
 ) -> None:
     both = {"--prefill": ["http://x:1"], "--decode": ["http://x:1"], option: words}
     with pytest.raises(BadSetting) as caught:
-        ProxyConfig.of(both["--prefill"], both["--decode"])
+        ProxyConfig.from_options(both["--prefill"], both["--decode"])
     assert caught.value.field == option
     assert message in str(caught.value)
 
 
 def test_each_word_is_a_source_and_the_file_one_more() -> None:
     events = "events=tcp://{host}:5557"
-    given = ProxyConfig.of(
+    given = ProxyConfig.from_options(
         ["http://p:1", f"dns+http://p.svc:1,{events}"], ["http://p:1"], fleet="fleet.toml"
     )
     kinds = [type(source) for source in given.engines.sources()]
@@ -122,10 +122,10 @@ def test_each_word_is_a_source_and_the_file_one_more() -> None:
 
 
 def test_a_fleet_file_stands_for_either_role(tmp_path: Path) -> None:
-    assert len(ProxyConfig.of([], [], fleet=str(tmp_path / "x")).engines.sources()) == 1
-    assert len(ProxyConfig.of(["http://p:1"], [], fleet="x").engines.sources()) == 2
+    assert len(ProxyConfig.from_options([], [], fleet=str(tmp_path / "x")).engines.sources()) == 1
+    assert len(ProxyConfig.from_options(["http://p:1"], [], fleet="x").engines.sources()) == 2
     with pytest.raises(BadSetting, match="--decode: expected at least one URL"):
-        ProxyConfig.of(["http://p:1"], [])
+        ProxyConfig.from_options(["http://p:1"], [])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_fleet_file_that_makes_no_sense_at_the_start_names_itself(
         path.write_text(text, encoding="utf-8")
 
     async def start() -> None:
-        async with running_proxy(ProxyConfig.of([], [], fleet=str(path), port=0)):
+        async with running_proxy(ProxyConfig.from_options([], [], fleet=str(path), port=0)):
             pass
 
     with pytest.raises(BadSetting) as caught:

@@ -76,7 +76,7 @@ async def test_no_client_learns_the_seed_of_the_hashes():
     words = f"{engine.url},events=tcp://127.0.0.1:{engine.ports[0]}"
     try:
         async with (
-            running_proxy(ProxyConfig.of([words], [engine.url], port=0, **how)) as router,
+            running_proxy(ProxyConfig.from_options([words], [engine.url], port=0, **how)) as router,
             aiohttp.ClientSession() as client,
             asyncio.timeout(20),
         ):

@@ -139,7 +139,9 @@ async def test_a_port_in_use_is_an_error_at_once_with_its_number():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = ProxyConfig.of(["http://127.0.0.1:1"], ["http://127.0.0.1:1"], port=port, wait_s=9)
+        config = ProxyConfig.from_options(
+            ["http://127.0.0.1:1"], ["http://127.0.0.1:1"], port=port, wait_s=9
+        )
         with pytest.raises(CannotListen, match=f"port {port}: Address already in use"):
             async with running_proxy(config):
                 pass
@@ -147,7 +149,7 @@ async def test_a_port_in_use_is_an_error_at_once_with_its_number():
 
 @in_loop
 async def test_a_host_that_is_not_ours_is_an_error():
-    config = ProxyConfig.of(["http://a:1"], ["http://b:1"], host="192.0.2.1")
+    config = ProxyConfig.from_options(["http://a:1"], ["http://b:1"], host="192.0.2.1")
     with pytest.raises(CannotListen, match=r"192\.0\.2\.1"):
         async with running_proxy(config):
             pass
@@ -159,7 +161,9 @@ async def test_the_wait_ends_when_every_engine_answers():
     async with deployment(num_prefill=2) as d:
         late = d.prefill[1]
         await late.stop()
-        config = ProxyConfig.of([e.url for e in d.prefill], [d.decode[0].url], port=0, wait_s=5.0)
+        config = ProxyConfig.from_options(
+            [e.url for e in d.prefill], [d.decode[0].url], port=0, wait_s=5.0
+        )
 
         async def start_later():
             await until(lambda: len(progress) == 2)
@@ -179,7 +183,9 @@ async def test_the_wait_ends_when_every_engine_answers():
 async def test_the_wait_is_over_in_time_if_each_role_has_an_engine():
     async with deployment(num_prefill=2) as d:
         await d.prefill[0].stop()
-        config = ProxyConfig.of([e.url for e in d.prefill], [d.decode[0].url], port=0, wait_s=0.1)
+        config = ProxyConfig.from_options(
+            [e.url for e in d.prefill], [d.decode[0].url], port=0, wait_s=0.1
+        )
         async with (
             running_proxy(config) as proxy,
             d.client.post(proxy.url + "/v1/completions", json={"prompt": "x"}) as response,
@@ -191,7 +197,7 @@ async def test_the_wait_is_over_in_time_if_each_role_has_an_engine():
 async def test_a_role_without_an_engine_ends_the_wait_by_name():
     async with deployment() as d:
         await d.decode[0].stop()
-        config = ProxyConfig.of([d.prefill[0].url], [d.decode[0].url], port=0, wait_s=0.1)
+        config = ProxyConfig.from_options([d.prefill[0].url], [d.decode[0].url], port=0, wait_s=0.1)
         with pytest.raises(EnginesMissing, match=d.decode[0].url) as caught:
             async with running_proxy(config):
                 pass

@@ -236,7 +236,7 @@ class Wire:
         for body in bodies:
             if self.is_cut:
                 raise SideChannelLost("cut")
-            for out in self.faults.feed(body, self.world.now):
+            for out in self.faults.pass_frame(body, self.world.now):
                 self._carry(out.frame, out.due - self.world.now)
             if self.faults.state is FlowState.CUT:
                 self.cut()
@@ -277,7 +277,7 @@ class Wire:
             self.other.deliver()
 
     def _flush(self) -> None:
-        for out in self.faults.flush(self.world.now):
+        for out in self.faults.release_held(self.world.now):
             self._carry(out.frame, out.due - self.world.now)
 
 

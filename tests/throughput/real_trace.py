@@ -148,7 +148,7 @@ def run(
             _say(f"{policy}, store {store}: {number + 1} of {len(prompts)}")
             time.sleep(0.05)
         name = 'pdconn_router_direct_requests_total{reason="prefix_held"}'
-        held = _labelled(Client(admin_url(url)).get("/metrics"), name)
+        held = _labelled(Client(admin_url(url)).get_text("/metrics"), name)
     computed = []
     for engine, was in zip((prefill, decode), before, strict=True):
         now = _counts(engine)

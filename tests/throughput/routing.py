@@ -69,14 +69,14 @@ def fleet(num_pods: int, num_blocks: int, block_tokens: int, window_held: bool) 
     lists: dict[int, list[tuple[str, int]]] = {block: [] for block in hashes}
     for number in range(num_pods):
         name = f"pod{number}"
-        index.add(name)
-        index.learn(name, 0, GroupSpec("full_attention", None, block_tokens))
-        index.learn(name, 1, GroupSpec("sliding_window", WINDOW, block_tokens))
-        index.store(name, 0, "gpu", noise[number::num_pods])
-        index.store(name, 0, "gpu", hashes)
+        index.add_pod(name)
+        index.learn_group(name, 0, GroupSpec("full_attention", None, block_tokens))
+        index.learn_group(name, 1, GroupSpec("sliding_window", WINDOW, block_tokens))
+        index.store_blocks(name, 0, "gpu", noise[number::num_pods])
+        index.store_blocks(name, 0, "gpu", hashes)
         for group in (0, 1) if window_held else (0,):
             if group:
-                index.store(name, group, "gpu", hashes)
+                index.store_blocks(name, group, "gpu", hashes)
             for block in hashes:
                 lists[block].append((name, group))
     prompt = Prompt(hashes, num_blocks * block_tokens + 1, block_tokens)
@@ -152,11 +152,11 @@ def event_rows() -> list[Row]:
 
     def stores() -> None:
         for chunk in chunks:
-            index.store("a", 0, "gpu", chunk)
+            index.store_blocks("a", 0, "gpu", chunk)
 
     def removals() -> None:
         for block in hashes:
-            index.remove("a", 0, "gpu", [block])
+            index.remove_blocks("a", 0, "gpu", [block])
 
     began = time.perf_counter()
     stores()
@@ -197,7 +197,7 @@ def _from_bytes(chunks: Sequence[Sequence[int]]) -> float:
     began = time.perf_counter()
     for payload in payloads:
         for event in decode_batch(payload).events:
-            index.apply("a", event)
+            index.apply_event("a", event)
     took = time.perf_counter() - began
     assert index.num_hashes == sum(map(len, chunks))
     return took
@@ -214,7 +214,7 @@ def hash_nbytes(num_hashes: int) -> float:
     tracemalloc.start()
     index = Index()
     for group in (0, 1):
-        index.store("a", group, "gpu", (int.from_bytes(block, "big") for block in raw))
+        index.store_blocks("a", group, "gpu", (int.from_bytes(block, "big") for block in raw))
     nbytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert index.num_hashes == num_hashes

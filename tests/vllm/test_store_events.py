@@ -364,7 +364,7 @@ def test_a_router_counts_stored_rows_as_the_store_would_serve_them() -> None:
 
     def hit(asked: Sequence[int]) -> tuple[int, float]:
         batch = KVEventBatch(ts=1.0, events=take_all(events))
-        caches.apply(source, decode_batch(msgspec.msgpack.encode(batch)))
+        caches.apply_batch(source, decode_batch(msgspec.msgpack.encode(batch)))
         found = caches.lookup(asked, NOTHING).pods["engine"]
         return found.tokens, found.score
 

@@ -1,8 +1,8 @@
 """Cross-origin requests from browsers, for the origins of ``--cors-origin``.
 
-A browser asks first whether a page of another origin may send a JSON body or a key (a preflight,
-``OPTIONS``), and shows an answer to the page only if it says so.  What engines say of this
-themselves is replaced, so that one place decides.
+Before a page of another origin sends a JSON body or a key, a browser sends a preflight
+(``OPTIONS``); it shows an answer to the page only if the answer's headers allow that.  Headers
+of this kind that engines set are replaced, so that one place decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANY = "*"
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(\s*,\s*[A-Za-z0-9-]{1,64}){0,63}")
 _SHOWN = "X-Request-Id, Retry-After, X-Pdconn-Engine"
-"""Headers that pages may read beside those that they always may."""
+"""Response headers that pages may read beside the CORS-safelisted ones."""
 _REMEMBERED_S = 600
 _PREFIX = "access-control-"
 
@@ -28,15 +28,16 @@ def check_origin(origin: str) -> None:
     """Check a word of ``--cors-origin``.
 
     Raises:
-        BadSetting: no origin is written so; browsers compare it letter by letter.
+        BadSetting: it is not an origin in the form that browsers send, which they compare
+            literally.
     """
     if origin != ANY and (_ORIGIN.fullmatch(origin) is None or origin != origin.lower()):
-        expected = "* or scheme://host[:port] in small letters, without a path"
+        expected = "* or scheme://host[:port] in lower case, without a path"
         raise BadSetting("--cors-origin", expected, origin)
 
 
 def allowing(app: web.Application, origins: Collection[str]) -> Middleware:
-    """A middleware that answers preflights; ``app`` says in all answers who may read them."""
+    """A middleware that answers preflights; ``app`` adds the allowed origin to every answer."""
 
     def allowed(http: web.Request) -> str | None:
         origin = http.headers.get("Origin")
@@ -75,4 +76,4 @@ def allowing(app: web.Application, origins: Collection[str]) -> Middleware:
 
 
 class _Preflight(web.Response):
-    """The answer to a preflight, whose headers are ours."""
+    """The answer to a preflight; the router sets its headers."""

@@ -1,7 +1,8 @@
-"""The keys of clients: ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; and ours for engines.
+"""API keys of clients (``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``), and the engines' key.
 
-Those of clients are compared in constant time.  Their file holds one key a line, so that a new one
-can be added before the old one goes; empty lines and lines that begin with ``#`` are ignored.
+Client keys are compared in constant time.  Their file holds one key per line, so that a new key
+can be added before the old one is removed; empty lines and lines that begin with ``#`` are
+ignored.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _SCHEME = "bearer"
 
 
 class ApiKeys:
-    """The keys of a file.
+    """The client keys in a file.
 
     Raises:
-        BadSetting: the file cannot be read, is open to others, or holds no good key.
+        BadSetting: the file cannot be read, is accessible to other users, or holds no valid key.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,19 +38,19 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def reload(self) -> None:
+    def reload_files(self) -> None:
         """Read the file again.
 
         Raises:
-            BadSetting: as at the start; the keys of before stay.
+            BadSetting: as in the constructor; the previous keys stay valid.
         """
         self._digests = _digests(self._path)
 
     def allow(self, authorization: str | None) -> bool:
-        """Whether a header's value holds a key.
+        """Whether the value of a header contains a valid key.
 
-        Every key is compared, and each as a digest, so that the time shows neither how much of a
-        key was right nor how long it is.
+        Every key is compared, each as a digest, so that timing reveals neither the length of a key
+        nor how much of it matched.
         """
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip().encode(errors="surrogateescape"))
@@ -60,31 +61,32 @@ class ApiKeys:
 
 
 class EngineKey:
-    """The key that engines ask for (``vllm serve --api-key``), in a file of its own, if any.
+    """The key that engines require (``vllm serve --api-key``), in a file of its own; optional.
 
     Raises:
-        BadSetting: the file cannot be read, is open to others, or holds no single good key.
+        BadSetting: the file cannot be read, is accessible to other users, or holds not exactly one
+            key.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self.reload()
+        self.reload_files()
 
     def authorization(self) -> str | None:
-        """The value of ``Authorization``; None without a key."""
+        """The value of the ``Authorization`` header; None without a key."""
         return None if self._key is None else f"Bearer {self._key}"
 
-    def reload(self) -> None:
+    def reload_files(self) -> None:
         """Read the file again.
 
         Raises:
-            BadSetting: as at the start; the key of before stays.
+            BadSetting: as in the constructor; the previous key stays valid.
         """
         self._key = None if self._path is None else _only_key(self._path)
 
 
 def requiring(keys: ApiKeys) -> Middleware:
-    """A middleware that refuses requests without a key, but for probes: those have none."""
+    """A middleware that refuses requests without a valid key; probes need none."""
 
     @web.middleware
     async def require(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -96,7 +98,7 @@ def requiring(keys: ApiKeys) -> Middleware:
 
 
 def _authorization(request: web.Request) -> str | None:
-    """The header with the key; Anthropic's clients have one of their own."""
+    """The header that holds the key; clients of Anthropic's API use another one."""
     given = request.headers.get("Authorization")
     key = request.headers.get(KEY_HEADER)
     return f"{_SCHEME} {key}" if given is None and key is not None else given

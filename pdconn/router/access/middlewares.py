@@ -1,11 +1,11 @@
-"""What surrounds every request: its line in the access log, refusals as answers, odd heads.
+"""Middlewares around every request: access log, refusals as answers, checks of the head.
 
 ::
 
     pdconn: request method=POST path=/v1/completions status=200 outcome=ok seconds=0.412 ...
 
-A middleware begins a ``Served`` when a request arrives; the handlers fill in what they learn,
-and at the end it is logged, however the request ended.
+A middleware creates a ``Served`` when a request arrives; the handlers fill in its fields, and
+it is logged when the request ends, in whatever way.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from transport.errors import shown
 log = logging.getLogger("pdconn.access")
 
 PROBES = ("/health", "/livez", "/readyz", "/ready")
-"""What orchestrators ask every few seconds: without a key, and logged at level debug."""
+"""Paths that orchestrators poll every few seconds: no key needed, logged at level debug."""
 
-#: Of one value in the log, in characters.
+#: Maximum characters of one value in the log.
 _MOST_SHOWN = 200
 #: Printable ASCII without spaces, quotes, equals signs and backslashes.
 _PLAIN = re.compile(rf"[!#$%&(-<>-\[\]-~]{{1,{_MOST_SHOWN}}}")
@@ -42,15 +42,15 @@ _PLAIN = re.compile(rf"[!#$%&(-<>-\[\]-~]{{1,{_MOST_SHOWN}}}")
 
 @dataclass(slots=True)
 class Served:
-    """A request on its way through the listener.
+    """The state of a request that the listener serves.
 
     Attributes:
-        began_s: when it arrived, by ``time.perf_counter``.
-        request_id: as engines get it; empty where a request has none.
-        end: how it ended, of requests for an answer.
-        routed: the request, once its body was read and found good.
-        answer: what has passed of an engine's answer.
-        span: of the whole request.
+        began_s: arrival time, by ``time.perf_counter``.
+        request_id: the id that engines receive; empty for requests without one.
+        end: how a request for a completion ended.
+        routed: the request, once its body has been read and checked.
+        answer: the part of an engine's answer that has been relayed.
+        span: the span of the whole request.
     """
 
     began_s: float = field(default_factory=time.perf_counter)
@@ -65,13 +65,13 @@ _CURRENT: ContextVar[Served] = ContextVar("served")
 
 
 def current() -> Served:
-    """That of the request that is being handled."""
+    """The ``Served`` of the request that is being handled."""
     return _CURRENT.get()
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValues:
-    """The argument of a log line that a machine may read: ``key=value``, or fields of JSON.
+    """A log argument that machines can parse: ``key=value`` in text, fields in JSON.
 
     >>> str(KeyValues({"status": 200, "path": "/a b", "prefill": None}))
     "status=200 path='/a b' prefill=-"
@@ -92,16 +92,16 @@ def _value(value: str | float | None) -> str:
 
 
 def logging_access(on_end: Callable[[RoutedRequest], object]) -> Middleware:
-    """A middleware that logs every request, and calls ``on_end`` with each that was routed.
+    """A middleware that logs every request, and calls ``on_end`` with each routed request.
 
-    It belongs around all others, so that it sees the status that the client gets.
+    It is the outermost middleware, so that it sees the status that the client receives.
     """
 
     @web.middleware
     async def log_access(request: web.Request, handler: Handler) -> web.StreamResponse:
         served = Served()
         token = _CURRENT.set(served)
-        status: int | None = 500  # of an exception that nothing below has turned into an answer
+        status: int | None = 500  # for an exception that no inner handler has turned into an answer
         try:
             response = await handler(request)
             status = response.status
@@ -134,7 +134,8 @@ def _ended(
         prompt_tokens = None if answer is None else answer.prompt_tokens
         routed.note(RequestEnded(served.end, status, prompt_tokens, at_s=now_s))
         on_end(routed)
-    level = logging.DEBUG if http.path in PROBES else logging.INFO  # they come every few seconds
+    # Probes arrive every few seconds.
+    level = logging.DEBUG if http.path in PROBES else logging.INFO
     if log.isEnabledFor(level):
         log.log(
             level,
@@ -180,9 +181,11 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
-    """A middleware that answers refusals, and paths that are not ``served``.
+    """A middleware that turns refusals and unknown paths into answers.
 
-    ``name_engines``: whether answers may contain addresses of engines.
+    Args:
+        served: the paths that exist, for the message of a 404.
+        name_engines: whether answers may contain addresses of engines.
     """
 
     @web.middleware
@@ -211,22 +214,22 @@ def _refuse(request: web.Request, refusal: Refusal, name_engines: bool) -> web.R
 _TRANSFER = "Transfer-Encoding"
 _VERSIONS = (HttpVersion10, HttpVersion11)
 _ONCE = ("Host", "Authorization", KEY_HEADER, "Content-Type")
-"""Headers that mean one thing: of two, one server takes the first and the next one the last."""
+"""Headers with one value: given two, one server uses the first and another the last."""
 
 
 def check_head(request: web.BaseRequest) -> None:
-    """Refuse an odd head.
+    """Refuse a head that two HTTP servers could parse differently.
 
     Raises:
-        BadHead: another version of HTTP, or a header twice.
-        UnsupportedEncoding: the body was encoded for its transfer.
+        BadHead: another version of HTTP, or a repeated header.
+        UnsupportedEncoding: the body has a transfer coding.
     """
     if request.version not in _VERSIONS:
         seen = f"HTTP/{request.version.major}.{request.version.minor}"
         raise BadHead("version", "HTTP/1.1 or HTTP/1.0", seen)
     for name in _ONCE:
         count = len(request.headers.getall(name, ()))
-        if count > 1:  # its values may be keys
+        if count > 1:  # the values may be keys
             raise BadHead(name, "one header of this name", f"{count} of them")
     codings = ",".join(request.headers.getall(_TRANSFER, ()))
     if codings.strip().lower() not in ("", "chunked"):
@@ -237,6 +240,6 @@ def check_head(request: web.BaseRequest) -> None:
 
 @web.middleware
 async def checking_heads(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A middleware that refuses odd heads."""
+    """A middleware that refuses ambiguous heads (``check_head``)."""
     check_head(request)
     return await handler(request)

@@ -9,10 +9,10 @@ from pdconn.sidechannel.credentials import SecurityError, read_private
 
 
 class ServerTls:
-    """What the listener shows to clients: TLS 1.2 or newer, HTTP/1.1.
+    """The listener's TLS: version 1.2 or newer, HTTP/1.1.
 
     Attributes:
-        context: for connections that are opened from now on.
+        context: used for new connections.
 
     Raises:
         BadSetting: a file is missing or wrong.
@@ -20,15 +20,15 @@ class ServerTls:
 
     def __init__(self, cert: str, key: str) -> None:
         self._cert, self._key = cert, key
-        self.reload()
+        self.reload_files()
 
-    def reload(self) -> None:
-        """Read both files again, for connections that are still to come.
+    def reload_files(self) -> None:
+        """Read both files again, for new connections.
 
         Raises:
-            BadSetting: as at the start; the certificate of before stays.
+            BadSetting: as in the constructor; the previous certificate stays in use.
         """
-        # A new one: OpenSSL keeps a certificate for each type of key that a context ever had.
+        # A new context: OpenSSL keeps one certificate per key type that a context ever loaded.
         context = _new_context()
         _load(context, self._cert, self._key)
         self.context = context

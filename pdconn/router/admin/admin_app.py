@@ -1,7 +1,7 @@
-"""The admin pages: what operators and Prometheus read, on a listener of their own.
+"""The admin pages, for operators and Prometheus, on a listener of their own.
 
 They show engines, request ids and hit lengths of all clients, so they are bound to loopback
-unless ``--admin-host`` says otherwise, and no API key opens them.
+unless ``--admin-host`` says otherwise, and API keys do not apply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transport.errors import shown
 
 _SERVED = ("/", "/debug/state", "/debug/history", "/debug/route/ID", "/metrics", *PROBES)
 _PAGE = Path(__file__).with_name("page.html")
-#: Answers contain what clients sent: browsers must not guess another content type.
+#: Answers contain text from clients: browsers must not sniff another content type.
 _NOSNIFF = {"X-Content-Type-Options": "nosniff"}
 
 _MOST_DIGITS = 15
@@ -83,10 +83,10 @@ class AdminApp:
 
 
 def _page_headers(page: bytes) -> dict[str, str]:
-    """A policy that allows the page's own script and style, and requests to this router.
+    """A content security policy: only the page's own script and style, and requests to this router.
 
-    The page shows what clients sent.  If that ever got into it as a script, its digest would
-    not be in the policy.
+    The page shows text from clients.  Text that was injected as a script would not have a digest
+    in the policy.
     """
     digests = {}
     for tag in ("script", "style"):

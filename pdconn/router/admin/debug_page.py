@@ -1,8 +1,8 @@
-"""The router's debug pages: its state, and how one request was routed.  JSON.
+"""The router's debug pages, as JSON: its state, and how one request was routed.
 
 The page at ``/`` draws ``/debug/state``.  ``/debug/route/ID`` shows the decision for one
-request, its reasons, and the hits that a lookup would find now; with ``?snapshot=1`` it is a
-snapshot for ``pdconn score``.  Neither contains text of a prompt, its block hashes, or their seed.
+request, its reasons, and the hits that a lookup would find now; with ``?snapshot=1`` the answer is
+a snapshot for ``pdconn score``.  No page contains prompt text, block hashes, or their seed.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from pdconn.router.routing.policy import Decision, ScoredCandidate
 from pdconn.router.routing.routed_request import Logged, Step
 
 SHOWN = 50
-"""Decisions on the page."""
+"""Number of decisions on the page."""
 
 
 @dataclass(slots=True)
 class RequestTally:
-    """Prompts that one pod served, and the predicted hits among their tokens."""
+    """Prompts that one pod served, and their predicted hit tokens."""
 
     requests: int = 0
     tokens: int = 0
     hit_tokens: int = 0
 
-    def add(self, requests: int, tokens: int, hit_tokens: int) -> None:
-        """Count more of them."""
+    def add_requests(self, requests: int, tokens: int, hit_tokens: int) -> None:
+        """Add requests to the tally."""
         self.requests += requests
         self.tokens += tokens
         self.hit_tokens += hit_tokens
 
     @property
     def rate(self) -> float | None:
-        """Share of the tokens, 0 to 1; None where there are none."""
+        """Hit tokens as a share of all tokens, 0 to 1; None without tokens."""
         return _share(self.hit_tokens, self.tokens)
 
 
 Tallies = Mapping[tuple[str, Role], RequestTally]
-"""By pod and role."""
+"""Tallies by pod and role."""
 
 
 @dataclass(frozen=True, slots=True)
 class DebugPage:
-    """Shows a router's state."""
+    """Renders the state of a router."""
 
     router: RequestRouter
     statuses: Callable[[], Mapping[str, Status]]
@@ -67,7 +67,8 @@ class DebugPage:
         router = self.router
         loads = router.loads.fresh(LOAD_FOR_S)
         tallies, statuses = self._tallies(), self.statuses()
-        pods = dict.fromkeys((*router.caches.feeds, *statuses))  # those without a word, too
+        # Pods without events are listed too.
+        pods = dict.fromkeys((*router.caches.feeds, *statuses))
         page = {
             "policy": router.policy.name,
             "hashes": router.caches.index.num_hashes,
@@ -81,10 +82,10 @@ class DebugPage:
         return msgspec.json.encode(page)
 
     def route(self, request_id: str) -> bytes:
-        """One request: its decision, and the hits that a lookup would find now.
+        """One request's decision, and the hits that a lookup would find now.
 
         Raises:
-            NotFound: it is not kept.
+            NotFound: the request is not in the decision log.
         """
         logged = self._logged(request_id)
         decision, _ = logged
@@ -99,13 +100,13 @@ class DebugPage:
         )
 
     def snapshot(self, request_id: str) -> bytes:
-        """What pods hold of a request's prompt now, as ``pdconn score`` reads it.
+        """What the pods hold of a request's prompt now, in the format of ``pdconn score``.
 
-        Where engines hash in several ways, only pods that hash as the first known one.  The
-        hashes are disguised: they compare with those of other snapshots of this boot only.
+        Where engines use several hash schemes, only pods of the first known scheme are included.
+        The hashes are disguised: they are comparable with other snapshots of this boot only.
 
         Raises:
-            NotFound: the request is not kept.
+            NotFound: the request is not in the decision log.
             NoPrompt: its prompt was not looked up.
         """
         decision, _ = self._logged(request_id)
@@ -117,7 +118,7 @@ class DebugPage:
         scheme, prompt = next(iter(lookup.prompts.items()))
         pods = caches.pods_by(scheme)
         taken = take_snapshot(caches.index, prompt, caches.weights, pods)
-        return msgspec.json.encode(self.disguise.snapshot(taken))
+        return msgspec.json.encode(self.disguise.disguise_snapshot(taken))
 
     def _logged(self, request_id: str) -> Logged:
         logged = self.router.decisions.find_decision(request_id)
@@ -139,8 +140,8 @@ class DebugPage:
     def _tallies(self) -> Tallies:
         """Predicted hits of the kept requests, by the pod that served them.
 
-        Left out: requests without a lookup of the engine, and those from before the engine
-        joined (or joined again).
+        Requests without a lookup of the engine are left out, and so are requests from before the
+        engine (re)joined the fleet.
         """
         tallies: defaultdict[tuple[str, Role], RequestTally] = defaultdict(RequestTally)
         feeds, since = self.router.caches.feeds, self.router.since
@@ -153,7 +154,7 @@ class DebugPage:
                 best = None if decision.lookup is None else decision.lookup.best(engine)
                 pod = None if best is None else pods.get((engine, best.rank))
                 if best is not None and pod is not None:
-                    tallies[pod, role].add(1, decision.num_tokens, best.hit.tokens)
+                    tallies[pod, role].add_requests(1, decision.num_tokens, best.hit.tokens)
         return tallies
 
     def _engine(self, name: str, load: Load | None, tallies: Tallies) -> dict[str, object]:
@@ -230,7 +231,7 @@ def _brief(logged: Logged) -> dict[str, object]:
 
 
 def _step(step: Step) -> dict[str, object]:
-    """One bar of the waterfall; without ``end_ms`` while it is under way."""
+    """One bar of the waterfall; no ``end_ms`` while the step is running."""
     return {
         "step": step.kind.value,
         "start_ms": _in_ms(step.start_s),
@@ -240,7 +241,7 @@ def _step(step: Step) -> dict[str, object]:
 
 
 def _pull(logged: Logged) -> dict[str, object] | None:
-    """What prefill was to pull from another engine, or why not; None if that is switched off."""
+    """The planned pull of a prefix, or why there is none; None if pulls are switched off."""
     decision, outcome = logged
     first = decision.ranking.prefill[0].candidate.pull if decision.ranking.prefill else None
     pull = outcome.pull
@@ -260,18 +261,18 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def _hit_tokens(decision: Decision, engine: str | None) -> int | None:
-    """The predicted hit of an engine; None where nothing was known of its cache."""
+    """The predicted hit at an engine; None where its cache is unknown."""
     known = decision.lookup is not None and engine in decision.lookup.ranks
     return decision.hit_tokens(engine) if known else None
 
 
 def _why(ordered: Sequence[ScoredCandidate], engine: str | None) -> str | None:
-    """The terms of an engine's cost; None of one that came up after the decision."""
+    """The cost terms of an engine; None for an engine that was not a candidate."""
     return next((one.why for one in ordered if one.candidate.engine == engine), None)
 
 
 def _hashing(scheme: HashScheme) -> dict[str, object]:
-    """All but the seed: with it, prompts can be made whose hashes collide."""
+    """A hash scheme without its seed: knowing the seed allows building colliding prompts."""
     return {
         "algorithm": scheme.algorithm,
         "block_tokens": scheme.block_tokens,
@@ -293,7 +294,7 @@ def _sum(tallies: Tallies, pods: Iterable[str], roles: Iterable[Role]) -> Reques
     for key in product(pods, roles):
         if key in tallies:
             tally = tallies[key]
-            total.add(tally.requests, tally.tokens, tally.hit_tokens)
+            total.add_requests(tally.requests, tally.tokens, tally.hit_tokens)
     return total
 
 
@@ -302,7 +303,7 @@ def _share(part: int | None, whole: int | None) -> float | None:
 
 
 def _printable(text: str) -> str:
-    """A header may contain bytes that are not UTF-8; JSON may not."""
+    """Text without surrogates: a header may contain bytes that are not UTF-8, JSON may not."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -1,8 +1,8 @@
-"""Block hashes as the admin pages show them: under a key of this boot.
+"""Block hashes on the admin pages, replaced by keyed hashes with a key of this boot.
 
-A block hash follows from a prompt's tokens alone, so a reader of the plain hashes can confirm a
-guessed prompt without asking any engine.  Under a key that never leaves this process a guess
-cannot be checked, and equal hashes still are equal: hits and scores come out the same.
+A block hash is a function of the prompt's tokens, so a reader of plain hashes could confirm a
+guessed prompt without access to an engine.  With a key that never leaves this process a guess
+cannot be checked, and equal hashes stay equal: hits and scores do not change.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _NBYTES = 8
 class Disguise:
     """Replaces block hashes by their HMAC-SHA256, cut to 64 bits.
 
-    ``key`` is drawn at random; tests give one.
+    ``key`` is random by default; tests pass one.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(KEY_NBYTES) if key is None else key
 
-    def of(self, block_hash: int) -> int:
-        """What stands for one hash."""
+    def disguise_hash(self, block_hash: int) -> int:
+        """The replacement of one hash."""
         message = str(block_hash).encode()
         return int.from_bytes(hmac.digest(self._key, message, "sha256")[:_NBYTES], "big")
 
-    def snapshot(self, plain: Snapshot) -> Snapshot:
-        """The same snapshot with other hashes, and with equal scores."""
+    def disguise_snapshot(self, plain: Snapshot) -> Snapshot:
+        """The snapshot with replaced hashes, and equal scores."""
         known: dict[int, int] = {}
 
         def disguised(hashes: Iterable[int]) -> list[int]:
             for one in hashes:
                 if one not in known:
-                    known[one] = self.of(one)
+                    known[one] = self.disguise_hash(one)
             return [known[one] for one in hashes]
 
         pods = {

@@ -1,13 +1,13 @@
-"""The last ten minutes, for the charts of the admin page: a ring of samples, one every two seconds.
+"""The last ten minutes for the charts of the admin page: one sample every two seconds.
 
-The router keeps them, not the page, so that a reload loses nothing and every viewer sees the same.
-Rates and shares are of the last moments, so that a chart of few requests is no row of needles::
+The router keeps them, not the page, so that a reload loses nothing and all viewers see the same
+data.  Rates and shares are averaged, so that charts stay readable at low request rates::
 
     requests a second     the last 10 s
     shares, times         the last 30 s
     failed pulls          the last 5 minutes, as engines count them
 
-Bounded: ``MOST_SAMPLES`` samples, each of ``MOST_NAMES`` engines and as many pods.
+Bounded: ``MOST_SAMPLES`` samples, each of at most ``MOST_NAMES`` engines and as many pods.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SHARE_OVER = 15
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """What one engine had to do; None where it does not say.
+    """The load of one engine; a field is None where the engine does not report it.
 
-    ``inflight`` are requests that this router has sent to it.
+    ``inflight`` counts requests that this router has sent to it.
     """
 
     kv_usage: float | None
@@ -48,17 +48,18 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class RouterSample:
-    """One moment.
+    """One sample.
 
     Attributes:
-        seq: samples before this one.
+        seq: number of samples taken before this one.
         at: seconds since the epoch.
-        requests_per_s, failed_per_s: that ended.
-        handed_over: share of the answered requests for which decode had a ticket; None without any.
-        pulls_failed: share of the engines' pulls that failed; None without any.
-        ttft_p50_ms, ttft_p95_ms: from arrival to the first token; None without any.
-        engines: by name.
-        pods: blocks in the prefix cache of each.
+        requests_per_s, failed_per_s: rates of requests that ended.
+        handed_over: share of the answered requests whose decode had a ticket; None without
+            requests.
+        pulls_failed: share of the engines' pulls that failed; None without pulls.
+        ttft_p50_ms, ttft_p95_ms: from arrival to the first token; None without requests.
+        engines: samples by engine name.
+        pods: blocks in each prefix cache, by pod.
     """
 
     seq: int
@@ -74,9 +75,9 @@ class RouterSample:
 
 
 class History:
-    """The samples of one router.
+    """The ring of samples of one router.
 
-    ``boot`` differs between routers: a page that sees another one than before begins anew.
+    ``boot`` identifies the router process: the page starts over when it changes.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class History:
         self.boot = clock()
 
     def take_sample(self) -> RouterSample:
-        """Take one sample and keep it."""
+        """Take one sample and append it."""
         moments = self._moments
         moments.append(self._metrics.take_moment())
         latest = list(islice(reversed(moments), _RATE_OVER))
@@ -120,7 +121,7 @@ class History:
         return sample
 
     def since(self, seq: int) -> bytes:
-        """The samples from number ``seq`` on, as JSON; engines and pods are columns."""
+        """The samples from number ``seq`` on, as JSON with one column per engine and pod."""
         shown = [one for one in self._samples if one.seq >= seq]
         engines = _names(one.engines for one in shown)
         pods = _names(one.pods for one in shown)
@@ -139,7 +140,7 @@ class History:
         return len(self._samples)
 
     async def running(self, app: web.Application) -> AsyncIterator[None]:
-        """Take samples while the admin pages are served: a context of ``app.cleanup_ctx``."""
+        """Takes samples while the admin pages are served; a context of ``app.cleanup_ctx``."""
         del app
         task = asyncio.create_task(self._run(), name="samples of the admin page")
         yield
@@ -190,7 +191,7 @@ def _names(columns: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _quantile_ms(ascending: Sequence[float], share: float) -> float | None:
-    """The smallest time that at least ``share`` of them do not exceed.
+    """The smallest time that is at least as long as ``share`` of all.
 
     >>> _quantile_ms([0.1, 0.2, 0.3, 0.4], 0.5)
     200.0

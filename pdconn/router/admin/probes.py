@@ -1,10 +1,11 @@
-"""What orchestrators and load balancers ask of the router itself.
+"""Liveness, readiness and health of the router, for orchestrators and load balancers.
 
 =========  ==========================================================================
-/livez     200 while the process serves at all, also while it drains and without engines
-/readyz    200 while it should get requests: not while it drains, nor while it could
-           serve none; ``/ready`` is the same
-/health    200 while it can serve, and which engines answer; ``degraded`` without prefill
+/livez     200 while the process runs, also while it drains and without engines
+/readyz    200 while it accepts new requests: not while it drains, nor while no engine could
+           serve one; ``/ready`` is the same
+/health    200 while it can serve requests, with the state of each engine; ``degraded`` without
+           prefill
 =========  ==========================================================================
 """
 
@@ -26,11 +27,11 @@ class Probes:
         self._draining = False
 
     def start_draining(self) -> None:
-        """Be ready no more."""
+        """Report not ready from now on."""
         self._draining = True
 
     def add_to(self, app: web.Application, *, name_engines: bool) -> None:
-        """Add the routes; ``name_engines``: whether ``/health`` shows addresses and reasons."""
+        """Register the routes; ``name_engines``: ``/health`` shows addresses and reasons."""
 
         async def report_health(http: web.Request) -> web.StreamResponse:
             del http

@@ -1,19 +1,19 @@
-"""Clients' connections: which stall, which are idle, and which are closed to make room.
+"""Clients' connections: which stall, which idle, and which are closed to make room.
 
-A ``ClientConnection`` stands between the event loop and aiohttp's handler of one connection,
-and knows what its client owes::
+A ``ClientConnection`` sits between the event loop and aiohttp's handler of one connection, and
+tracks which part of a request its client still owes::
 
-    HEAD ──its request's head is read──► BODY ──read──► SERVED ──► IDLE ──a byte──► HEAD
-    owes a head                          owes a body    owes nothing     keep-alive
+    HEAD ──request head read──► BODY ──read──► SERVED ──► IDLE ──a byte──► HEAD
+    owes a head                 owes a body    owes nothing     keep-alive
 
-It stalls while it owes a head or a body.  ``stall_s`` is the time for a head, for every
-``PROGRESS_NBYTES`` of a body, and for an answer that is left unread so that writing has to pause.
-Then it is closed; a client that owes a body gets 408 before.
+A connection stalls while it owes a head or a body.  ``stall_s`` is the time for a head, for each
+``PROGRESS_NBYTES`` of a body, and for an unread answer that makes writing pause.  Then the
+connection is closed; a client that owes a body gets 408 first.
 
-Where there is no place left, one that stalls makes room, then one that is idle.  Heads and bodies
-are two kinds of stalling (``pdconn.lifecycle.admission``), so a flood of half heads does not cut
-uploads under way.  Requests that are being served are never cut for others: new connections wait in
-the listener's backlog.
+When all places are taken, a stalling connection is closed to make room, then an idle one.  Heads
+and bodies are two kinds of stalling (``pdconn.lifecycle.admission``), so a flood of partial heads
+does not cut uploads in progress.  Requests that are being served are never cut for others: new
+connections wait in the listener's backlog.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pdconn.router.labels import LabelValue
 log = logging.getLogger(__name__)
 
 PROGRESS_NBYTES = 256 << 10
-"""Bytes of a body that prove that its client does not stall."""
+"""Bytes of a body after which its client does not count as stalling."""
 SHORTEST_STAY_S = 0.02
 
 
@@ -71,25 +71,26 @@ class ClientConnection(asyncio.Protocol):
         self._admission = admission
         self._handler = handler
         self._owes = _Owes.HEAD
-        self._unread: asyncio.TimerHandle | None = None  # writing pauses: the client does not read
+        self._unread: asyncio.TimerHandle | None = None  # runs while writing is paused
         self._opening: asyncio.Task[None] | None = None
-        self._timer: asyncio.Timeout | None = None  # of the body that is being read
+        self._timer: asyncio.Timeout | None = None  # for the body that is being read
         self._transport: asyncio.Transport | None = None
         self._closed = False
 
     @property
     def stalls(self) -> _Owes | None:
-        """What of a request the client owes; None if it owes nothing."""
+        """The part of a request that the client owes; None if it owes nothing."""
         return self._owes if self._owes in (_Owes.HEAD, _Owes.BODY) else None
 
     def opened_by(self, task: asyncio.Task[None]) -> None:
-        """``task`` hands the socket to the event loop, and closes it if it is cancelled."""
+        """Set the ``task`` that hands over the socket; cancelling it closes the socket."""
         self._opening = task
 
     # The event loop's calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+        # uvloop's class has the methods, not the base.
+        self._transport = cast(asyncio.Transport, transport)
         self._handler.connection_made(transport)
         if self._closed:
             self._transport.abort()
@@ -120,22 +121,22 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reads_on()
-        self._admission.forget(self, self._handler)
+        self._admission.forget_connection(self, self._handler)
         self._handler.connection_lost(exc)
 
     # The request's calls
 
     def request_began(self) -> None:
-        """A head was read; it may have a body."""
+        """The head of a request was read; a body may follow."""
         self._set(_Owes.NOTHING)
 
     def request_ended(self) -> None:
-        """Its answer is complete."""
+        """The answer is complete."""
         self._set(_Owes.IDLE)
 
     @asynccontextmanager
     async def reading_body(self) -> AsyncIterator[Callable[[int], None]]:
-        """Around the reading of a body; call what this yields with the bytes that arrived.
+        """A context for reading a body; call the yielded function with the bytes of each read.
 
         Raises:
             BodyTooSlow: fewer than ``PROGRESS_NBYTES`` arrived in ``stall_s``.
@@ -168,11 +169,15 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for its client's next request."""
+        """Whether the connection waits for the client's next request."""
         return self._owes is _Owes.IDLE and self._unread is None
 
     def time_out(self) -> bool:
-        """It has stalled for too long; whether it is closed now, else its request is refused."""
+        """Handle a stall that took too long.
+
+        Returns:
+            True if the connection is closed now; False if its request is refused instead.
+        """
         if self._timer is None:
             self.close(politely=False)
             return True
@@ -180,22 +185,22 @@ class ClientConnection(asyncio.Protocol):
         return False
 
     def close(self, *, politely: bool) -> None:
-        """Close it; politely: after what was written is sent."""
+        """Close the connection; ``politely``: after sending the written bytes."""
         self._closed = True
         if self._transport is not None and politely:
             self._transport.close()
         elif self._transport is not None:
             self._transport.abort()
-        elif self._opening is not None:  # in the middle of a TLS handshake
+        elif self._opening is not None:  # during the TLS handshake
             self._opening.cancel()
 
 
 class ClientAdmission:
-    """The table of clients' connections.
+    """The table of client connections.
 
     Args:
-        limits: of all of them.
-        count: is called with the reason for each that was dropped.
+        limits: bounds over all connections.
+        count: called with the reason for each dropped connection.
     """
 
     def __init__(
@@ -214,11 +219,11 @@ class ClientAdmission:
 
     @property
     def pace(self) -> str:
-        """What is expected of a body."""
+        """The expected progress of a body, in words."""
         return f"the rest, or {PROGRESS_NBYTES} bytes every {self.limits.stall_s:g} s"
 
-    def of(self, http: web.Request) -> ClientConnection:
-        """The connection of a request; one that is closed already is a new one of no account."""
+    def connection_of(self, http: web.Request) -> ClientConnection:
+        """The connection of a request; if it is closed, a new one that is not in the table."""
         return self._of_handler.get(http.protocol) or ClientConnection(self, http.protocol)
 
     @web.middleware
@@ -227,8 +232,8 @@ class ClientAdmission:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Notes when a request begins and ends."""
-        connection = self.of(request)
+        """A middleware that notes when a request begins and ends."""
+        connection = self.connection_of(request)
         connection.request_began()
         try:
             return await handler(request)
@@ -238,10 +243,10 @@ class ClientAdmission:
     # The listener's calls
 
     async def room(self) -> None:
-        """Return when there is a place; a connection that stalls or idles makes room.
+        """Wait for a free place; a stalling or idle connection is closed to make room.
 
-        Each may stall for ``SHORTEST_STAY_S``: a good client's request arrives by then.  Under
-        a flood new connections wait for that instead of pushing each other out.
+        Each connection may stall for ``SHORTEST_STAY_S``, in which an honest client's request
+        arrives.  During a flood new connections wait for that long instead of evicting each other.
         """
         while self._control.is_full or self._control.is_crowded:
             next_out = self._control.next_out
@@ -258,8 +263,8 @@ class ClientAdmission:
                 self._room.clear()
                 await self._room.wait()
 
-    def open(self, handler: RequestHandler, host: str) -> ClientConnection | None:
-        """A new connection from ``host``; None if it is refused."""
+    def open_connection(self, handler: RequestHandler, host: str) -> ClientConnection | None:
+        """Register a connection from ``host``; None if it is refused."""
         refusal = self._control.refusal(host)
         if refusal is not None:
             self._count(Dropped.REFUSED)
@@ -273,11 +278,11 @@ class ClientAdmission:
         return connection
 
     def accept_failed(self) -> None:
-        """The system could not open a connection."""
+        """Count a connection that the system could not open."""
         self._count(Dropped.ACCEPT_FAILED)
 
     def close_overdue(self) -> None:
-        """Close what stalled for too long."""
+        """Close the connections that stalled for too long."""
         for connection in self._control.overdue(self._time()):
             self._count(Dropped.TIMED_OUT)
             if connection.time_out():
@@ -286,11 +291,11 @@ class ClientAdmission:
     # A connection's calls
 
     def unread(self, connection: ClientConnection) -> None:
-        """Its client has not read for ``stall_s``."""
+        """Drop a connection whose client has not read for ``stall_s``."""
         self._drop(connection, Dropped.TIMED_OUT)
 
     def changed(self, connection: ClientConnection) -> None:
-        """A connection stalls, idles or is served now."""
+        """Update the table when a connection starts to stall, idle or be served."""
         self._control.observe(connection, connection.stalls, self._time())
         if connection.is_idle and connection in self._control:
             self._idle[connection] = None
@@ -298,8 +303,8 @@ class ClientAdmission:
             self._idle.pop(connection, None)
         self._room.set()
 
-    def forget(self, connection: ClientConnection, handler: RequestHandler) -> None:
-        """A connection is closed."""
+    def forget_connection(self, connection: ClientConnection, handler: RequestHandler) -> None:
+        """Remove a closed connection from the table."""
         self._of_handler.pop(handler, None)
         self._leave(connection)
 
@@ -309,7 +314,7 @@ class ClientAdmission:
         self._leave(connection)
 
     def _leave(self, connection: ClientConnection) -> None:
-        """Its place is free, though its socket may take a moment more to close."""
+        """Free the connection's place, though its socket may take a moment longer to close."""
         self._control.remove(connection)
         self._idle.pop(connection, None)
         self._room.set()

@@ -1,9 +1,9 @@
-"""The router's listener: accepts clients as far as there are places and file descriptors.
+"""The router's listener: accepts clients within the limits of places and file descriptors.
 
-The event loop's own server accepts without end, and closes what it has no file descriptor for.
-This one waits until ``ClientAdmission`` has room, and pauses when the system cannot open a
-connection; clients wait in the backlog meanwhile.  A client that sends nothing stays in the
-kernel (``TCP_DEFER_ACCEPT``), and costs no file descriptor.
+The event loop's own server accepts without limit, and closes connections when it runs out of
+file descriptors.  This one waits until ``ClientAdmission`` has room, and pauses when the system
+cannot open a connection; clients wait in the backlog meanwhile.  A client that sends nothing stays
+in the kernel (``TCP_DEFER_ACCEPT``) and costs no file descriptor.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 16384
 STALL_S = 30.0
-"""For a request's head, for each ``PROGRESS_NBYTES`` of its body, for a client to read on."""
+"""Time for a request's head, for each ``PROGRESS_NBYTES`` of its body, and for reading on."""
 
 _RESERVED_FILES = 12
-"""For logs, probes, name lookups, and sockets that are being closed."""
+"""File descriptors for logs, probes, name look-ups, and sockets that are closing."""
 ADMIN_LIMITS = AdmissionLimits(connections=8, per_host=8, stalled=4, stall_s=10.0)
-"""Of the admin pages' listener, which needs few file descriptors and must not take more."""
+"""Connections of the admin listener, bounded so that it leaves file descriptors to clients."""
 _FILES_A_PLACE = 3
-"""A client's connection, its engine's, and an idle one to the engine that it used before."""
+"""Per client: its connection, one to its engine, and an idle one to the previous engine."""
 _FILES_UNKNOWN = 32
-"""Open files, where the system does not say."""
+"""The assumed limit of open files where the system does not report one."""
 _TICK_S = 1.0
 
 
 def limits_within(file_limit: int | None, num_files: int, stall_s: float) -> AdmissionLimits:
-    """Places for clients, so that the file descriptors suffice for them and their engines.
+    """Admission limits such that the file descriptors suffice for clients and their engines.
 
     Args:
-        file_limit: file descriptors that this process may have; None for any number.
-        num_files: that it has open now.
+        file_limit: file descriptors that this process may open; None for unlimited.
+        num_files: file descriptors that are open now.
         stall_s: seconds that a connection may stall.
 
     >>> limits_within(1024, 24, 30.0).connections
@@ -61,7 +61,7 @@ def limits_within(file_limit: int | None, num_files: int, stall_s: float) -> Adm
 
 
 def limits_of_process(stall_s: float, num_reserved: int) -> AdmissionLimits:
-    """``limits_within`` for this process as it is now, when it will open so many more files."""
+    """``limits_within`` for this process now, with ``num_reserved`` files still to be opened."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_files = len(os.listdir("/proc/self/fd"))
@@ -72,9 +72,9 @@ def limits_of_process(stall_s: float, num_reserved: int) -> AdmissionLimits:
 
 
 class AdmittingSite(web.BaseSite):
-    """A site of an aiohttp runner that listens at ``sock``, which it closes.
+    """A site of an aiohttp runner that listens on ``sock`` and closes it.
 
-    ``context`` returns the TLS of the next connection; without it there is none.
+    ``context`` returns the TLS context of the next connection; without it connections are plain.
     """
 
     def __init__(
@@ -96,19 +96,20 @@ class AdmittingSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """The address, as a URL."""
+        """The URL of the address."""
         host, port = self._sock.getsockname()[:2]
         return f"{'https' if self._context else 'http'}://{host}:{port}"
 
     async def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
             OSError: another process listens at the address.
         """
         await super().start()
         self._sock.setblocking(False)
-        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux; where it fails, silent clients stall
+        # Linux only; elsewhere silent clients count as stalling.
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):
             with contextlib.suppress(OSError):
                 seconds = max(1, int(self._stall_s))
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, seconds)
@@ -119,7 +120,7 @@ class AdmittingSite(web.BaseSite):
         ]
 
     async def stop(self) -> None:
-        """Stop listening; connections stay open."""
+        """Stop listening; open connections stay open."""
         ending = [*self._tasks, *self._opening]
         for task in ending:
             task.cancel()
@@ -142,7 +143,8 @@ class AdmittingSite(web.BaseSite):
                 continue
             except (InterruptedError, ConnectionError):
                 continue
-            except OSError as error:  # no file descriptor or memory: a retry would fail at once
+            # No file descriptor or memory: an immediate retry would fail again.
+            except OSError as error:
                 pause_s = self._admission.limits.accept_pause_s
                 self._admission.accept_failed()
                 self._log.warning("pdconn: accept() failed; new connections wait: %s", error)
@@ -150,13 +152,14 @@ class AdmittingSite(web.BaseSite):
                 continue
             sock.setblocking(False)
             self._open(sock, str(address[0]))
-            await asyncio.sleep(0)  # what made room closes its socket before the next is opened
+            # A closed connection frees its socket before the next is accepted.
+            await asyncio.sleep(0)
 
     async def _client_waits(self) -> None:
-        """Return when a client waits in the backlog.
+        """Wait until a client is in the backlog.
 
-        ``loop.sock_accept`` loses the client that it has accepted when it is cancelled in that
-        moment: its socket stays open, and its client gets no answer.
+        Cancelling ``loop.sock_accept`` at the moment when it accepts loses the client: its socket
+        stays open, and it gets no answer.
         """
         loop = asyncio.get_running_loop()
         waits = asyncio.Event()
@@ -171,7 +174,7 @@ class AdmittingSite(web.BaseSite):
         assert server is not None  # the runner was set up
         handler = server()
         assert isinstance(handler, RequestHandler)
-        connection = self._admission.open(handler, host)
+        connection = self._admission.open_connection(handler, host)
         if connection is None:
             sock.close()
             return
@@ -181,7 +184,7 @@ class AdmittingSite(web.BaseSite):
 
         def opened(task: asyncio.Task[None]) -> None:
             self._opening.discard(task)
-            if task.cancelled():  # maybe before its first step
+            if task.cancelled():  # perhaps before its first step
                 self._abandon(sock, connection, handler)
 
         task.add_done_callback(opened)
@@ -195,7 +198,7 @@ class AdmittingSite(web.BaseSite):
         in_time = {} if context is None else {"ssl_handshake_timeout": self._stall_s}
         try:
             await loop.connect_accepted_socket(lambda: connection, sock, ssl=context, **in_time)
-        except OSError as error:  # the client has left, or speaks no TLS
+        except OSError as error:  # the client left, or does not speak TLS
             self._log.warning("pdconn: connection failed: %s", str(error) or type(error).__name__)
             self._abandon(sock, connection, handler)
 
@@ -203,7 +206,7 @@ class AdmittingSite(web.BaseSite):
         self, sock: socket.socket, connection: ClientConnection, handler: RequestHandler
     ) -> None:
         sock.close()
-        self._admission.forget(connection, handler)
+        self._admission.forget_connection(connection, handler)
 
     @property
     def _stall_s(self) -> float:

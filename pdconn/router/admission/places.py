@@ -1,9 +1,9 @@
-"""What requests may hold at once: places in flight, and bytes of their bodies.
+"""Limits over all requests: places in flight, and bytes of request bodies.
 
-A request that finds no place waits with its body unread, so that it holds no memory beyond its
-head.  A body is held from its first byte until an engine's answer begins.  A client that leaves
-does not end that: the hand-over of its request and the return of its ticket hold the body too, so
-the bytes are counted until the last of them is done.
+A request without a place waits with its body unread, so that it holds no memory beyond its head.
+A body is held from its first byte until an engine's answer begins.  When a client leaves, the
+hand-over of its request and the return of its ticket still use the body, so the bytes stay
+counted until the last of them ends.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pdconn.router.errors import BadBody, BodyTooLarge, Busy, UnsupportedEncodin
 from pdconn.router.openai.requests import XARGS
 
 MAX_REQUESTS = 4096
-"""In flight at once; each has a client's connection and an engine's."""
+"""Requests in flight; each has a connection to a client and one to an engine."""
 WAIT_S = 10.0
-"""Clients that wait for longer have often left, or sent the request again."""
+"""Seconds in the queue; clients that wait longer have often left or retried."""
 
 
 class AdmissionQueue:
-    """Who may be in flight.
+    """The places for requests in flight, and the queue for them.
 
     Args:
-        max_requests: places.
-        max_queue: requests that may wait for one.
-        max_wait_s: how long each may.
-        waited: is called with the seconds of each that has waited, served or not.
+        max_requests: number of places.
+        max_queue: number of requests that may wait for a place.
+        max_wait_s: longest wait.
+        waited: called with the seconds of each wait, whether it got a place or not.
 
     Attributes:
-        num_requests: places that are taken.
+        num_requests: places in use.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class AdmissionQueue:
         self.num_requests = 0
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     async def take_place(self) -> None:
-        """Take a place, which ``give_place_back`` returns.
+        """Take a place; ``give_place_back`` returns it.
 
         Raises:
-            Busy: all are taken, and there is no room to wait or no place became free in time.
+            Busy: no place is free, and the queue is full or no place became free in time.
         """
         if self.num_requests < self._max_requests and not self._waiting:
             self.num_requests += 1
@@ -81,7 +81,7 @@ class AdmissionQueue:
                 await place
         except BaseException as error:
             if place.done() and not place.cancelled():
-                self.give_place_back()  # it got its place in the same moment
+                self.give_place_back()  # it got its place at the same moment
             elif place in self._waiting:
                 self._waiting.remove(place)
             if isinstance(error, TimeoutError):
@@ -91,7 +91,7 @@ class AdmissionQueue:
             self._waited(time.perf_counter() - began_s)
 
     def give_place_back(self) -> None:
-        """Give a place back: to the one that has waited for the longest time."""
+        """Return a place; the request that has waited longest gets it."""
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():
@@ -101,14 +101,14 @@ class AdmissionQueue:
 
 
 MAX_NBYTES = 256 << 20
-"""Of all bodies together.  While an engine is asked a body takes about three times its length."""
+"""Bytes of all bodies.  While an engine is asked, a body takes about three times its length."""
 
 
 class BodyBudget:
-    """Bytes of the bodies of all clients.
+    """The byte budget of all clients' request bodies.
 
     Attributes:
-        nbytes: held now.
+        nbytes: bytes held now.
     """
 
     def __init__(self, max_nbytes: int = MAX_NBYTES) -> None:
@@ -116,10 +116,10 @@ class BodyBudget:
         self.nbytes = 0
 
     def take_bytes(self, nbytes: int) -> None:
-        """Count bytes as held.
+        """Reserve bytes.
 
         Raises:
-            Busy: there is no room for them; they are not counted.
+            Busy: the budget is exhausted; nothing is reserved.
         """
         if self.nbytes + nbytes > self._max_nbytes:
             raise Busy(
@@ -129,10 +129,10 @@ class BodyBudget:
 
 
 class HeldBody:
-    """The bytes of one request's body; as a context manager, one of those that use it.
+    """The bytes of one request's body, with a count of its users; a context manager counts as one.
 
     Attributes:
-        when_free: is called when the last user is done, to drop the body itself.
+        when_free: called when the last user ends, to drop the body itself.
     """
 
     def __init__(self, budget: BodyBudget | None = None) -> None:
@@ -142,33 +142,33 @@ class HeldBody:
         self._num_users = 0
 
     def grow(self, nbytes: int) -> None:
-        """More of the body has arrived.
+        """Count more received bytes.
 
         Raises:
-            Busy: there is no room for it.
+            Busy: the budget is exhausted.
         """
         self._budget.take_bytes(nbytes)
         self._nbytes += nbytes
 
-    def use(self) -> None:
+    def add_user(self) -> None:
         """The body is used until ``release``."""
         self._num_users += 1
 
-    def release(self) -> None:
+    def drop_user(self) -> None:
         """One user is done; the last one gives the bytes back."""
         self._num_users -= 1
         if not self._num_users:
             self._budget.nbytes -= self._nbytes
             self._nbytes = 0
-            act, self.when_free = self.when_free, _nothing  # else the two keep each other alive
+            act, self.when_free = self.when_free, _nothing  # breaks the reference cycle of the two
             act()
 
     def __enter__(self) -> Self:
-        self.use()
+        self.add_user()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.release()
+        self.drop_user()
 
 
 def _nothing() -> None:
@@ -179,7 +179,7 @@ def _nothing() -> None:
 class BodyReader:
     """Reads bodies of at most ``max_nbytes``, of requests that have a place in ``queue``.
 
-    ``xargs`` are the names that they may use in ``vllm_xargs``.
+    ``xargs``: names that requests may use in ``vllm_xargs``.
     """
 
     admission: ClientAdmission
@@ -189,14 +189,14 @@ class BodyReader:
     xargs: Collection[str] = XARGS
 
     async def read_body(self, http: web.Request, held: HeldBody) -> bytes:
-        """The whole body, counted in ``held``.
+        """Read the whole body, counting it in ``held``.
 
         Raises:
-            UnsupportedEncoding: it is compressed.
-            BodyTooLarge: it is, or is announced to be, longer than ``max_nbytes``.
-            BodyTooSlow: too little of it arrives.
-            BadBody: it ends before its announced end.
-            Busy: all bodies together are too large.
+            UnsupportedEncoding: the body is compressed.
+            BodyTooLarge: the body, or its announced length, exceeds ``max_nbytes``.
+            BodyTooSlow: the body arrives too slowly.
+            BadBody: the body ends before its announced length.
+            Busy: the budget of all bodies is exhausted.
         """
         codings = ",".join(http.headers.getall("Content-Encoding", ()))
         if codings.strip().lower() not in ("", "identity"):
@@ -204,9 +204,9 @@ class BodyReader:
         if (http.content_length or 0) > self.max_nbytes:
             raise self._too_large()
         try:
-            if http.content.is_eof():  # it came with its head, as short ones do
+            if http.content.is_eof():  # the body arrived with the head, as short ones do
                 return self._keep(http.content.read_nowait(), 0, held)
-            async with self.admission.of(http).reading_body() as received:
+            async with self.admission.connection_of(http).reading_body() as received:
                 pieces: list[bytes] = []
                 nbytes = 0
                 while piece := await http.content.readany():

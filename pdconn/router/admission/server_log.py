@@ -1,4 +1,4 @@
-"""What aiohttp's server logs about clients: one line each, and few of them."""
+"""A log adapter for aiohttp's server: one short line per client error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pdconn.sidechannel.quiet_log import QuietLog
 
 _MOST_SHOWN = 200
-"""Characters of what a client sent."""
+"""Maximum characters of client data in a log line."""
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """What aiohttp's server logs: a request that is no HTTP is one line, a bug a traceback."""
+    """Logs malformed requests as one line, and bugs with a traceback."""
 
     def __init__(self, to: logging.Logger) -> None:
         super().__init__(to)
@@ -24,11 +24,11 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: object, kwargs: MutableMapping[str, Any]
     ) -> tuple[str, MutableMapping[str, Any]]:
-        """Our prefix before each message."""
+        """Add our prefix to the message."""
         return f"pdconn: {msg}", kwargs
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
-        """An error; without its traceback if a client is at fault."""
+        """Log an error; without its traceback if the client caused it."""
         if isinstance(exc_info, HttpProcessingError):
             why = " ".join(exc_info.message.split())[:_MOST_SHOWN]
             peer = args[0] if args else None

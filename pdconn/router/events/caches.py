@@ -1,9 +1,8 @@
-"""The engines' prefix caches as the router knows them: events in, hits of a prompt out.
+"""The router's view of the engines' prefix caches: KV events in, hits of a prompt out.
 
-Each data-parallel rank of an engine is a pod of the index: rank 0 by the engine's name, the
-others as ``name#rank``.  Unless configured, how an engine hashes is detected from the first
-blocks that it stores, as their events carry the tokens; a prompt is hashed once for each way
-that engines hash.
+Each data-parallel rank of an engine is a pod of the index: rank 0 under the engine's name, the
+others as ``name#rank``.  Unless configured, an engine's hash scheme is detected from the first
+blocks that it stores, since these events carry the tokens; a prompt is hashed once per scheme.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from pdconn.router.prefix.score import DEFAULT_WEIGHTS, NO_HIT, Hit, Prompt, Sco
 log = logging.getLogger(__name__)
 
 REMEMBERED_TOKENS = 4_000_000
-"""Tokens of recent prompts whose hashes are kept, to hash only what a prompt adds."""
+"""Tokens of recent prompts whose hashes are kept, so that only appended tokens are hashed."""
 TRIES = 64
-"""Stored events of one pod that are tried to detect how it hashes, before a warning."""
+"""Stored events of one pod that are tried for detection before a warning is logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankHit:
-    """A data-parallel rank of an engine, and its hit."""
+    """The hit of one data-parallel rank of an engine."""
 
     hit: Hit = NO_HIT
     rank: int = 0
@@ -39,12 +38,12 @@ class RankHit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """Hits of a prompt.
+    """The hits of a prompt.
 
     Attributes:
-        prompts: its block hashes, for each way that engines hash.
-        pods: the hit of every pod.
-        ranks: the ranks of every engine, best hit first.
+        prompts: the block hashes of the prompt, by hash scheme.
+        pods: the hit of each pod.
+        ranks: the ranks of each engine, longest hit first.
     """
 
     prompts: Mapping[HashScheme, Prompt]
@@ -52,14 +51,14 @@ class PrefixLookup:
     ranks: Mapping[str, tuple[RankHit, ...]]
 
     def best(self, engine: str | None) -> RankHit | None:
-        """An engine's best hit; None if nothing is known of its cache."""
+        """An engine's best hit; None if its cache is unknown."""
         ranks = self.ranks.get(engine or "")
         return ranks[0] if ranks else None
 
 
 @dataclass(slots=True)
 class Feed:
-    """One pod's events: their source, how the pod hashes, the subscriber's status."""
+    """One pod's events: the source, the pod's hash scheme, and the subscriber's status."""
 
     source: EventSource
     scheme: HashScheme | None
@@ -68,13 +67,13 @@ class Feed:
 
 
 class PrefixCaches:
-    """An index of blocks that the engines' events update.
+    """The index of cached blocks, kept up to date by KV events.
 
     Args:
-        scheme: how every engine hashes; None to detect it.
-        seed: ``PYTHONHASHSEED`` of the engines, where they have one.
-        weights: worth of a block by medium.
-        eagle_groups, counts_copies: see ``Index``.
+        scheme: the hash scheme of every engine; None to detect it.
+        seed: ``PYTHONHASHSEED`` of the engines, if set.
+        weights: weight of a block by medium.
+        eagle_groups, counts_copies: as for ``Index``.
     """
 
     def __init__(
@@ -95,41 +94,41 @@ class PrefixCaches:
         self._chains: dict[HashScheme, Chains] = {}
         self._shared = 0
 
-    # A subscriber's sink
+    # The sink of subscribers.
 
-    def apply(self, source: EventSource, batch: Batch) -> None:
+    def apply_batch(self, source: EventSource, batch: Batch) -> None:
         """Apply a pod's events."""
         name = pod_name(source)
         feed = self._feed(source)
         for event in batch.events:
             if feed.scheme is None and isinstance(event, Stored):
                 self._detect(name, feed, event)
-            self.index.apply(name, event)
+            self.index.apply_event(name, event)
         if self.index.version != self._shared:
             self._share_groups()
 
-    def reset(self, source: EventSource, why: str) -> None:
-        """Drop a pod's blocks and groups: it may be another engine now."""
+    def drop_pod(self, source: EventSource, why: str) -> None:
+        """Drop a pod's blocks and groups: the address may belong to another engine now."""
         name = pod_name(source)
-        log.info("pdconn: dropping what is known of the prefix cache pod=%s why=%r", name, why)
-        self.index.drop(name)
-        self.index.add(name)
+        log.info("pdconn: prefix cache dropped from the index pod=%s why=%r", name, why)
+        self.index.drop_pod(name)
+        self.index.add_pod(name)
         feed = self._feed(source)
         feed.scheme, feed.tries = self._scheme, 0
         self._forget_chains()
 
     def status_changed(self, source: EventSource, status: Status) -> None:
-        """The status of a pod's subscriber changed."""
+        """Store the status of a pod's subscriber."""
         self._feed(source).status = status
 
-    def forget(self, source: EventSource) -> None:
-        """The engine left the fleet."""
-        self.index.drop(pod_name(source))
+    def forget_source(self, source: EventSource) -> None:
+        """Remove the pod of an engine that left the fleet."""
+        self.index.drop_pod(pod_name(source))
         self.feeds.pop(pod_name(source), None)
         self._forget_chains()
 
     def _forget_chains(self) -> None:
-        """Drop chains of schemes that no engine uses any more."""
+        """Drop the chains of schemes that are no longer in use."""
         known = self.schemes
         self._chains = {scheme: one for scheme, one in self._chains.items() if scheme in known}
 
@@ -137,15 +136,15 @@ class PrefixCaches:
 
     @property
     def schemes(self) -> list[HashScheme]:
-        """The ways that engines hash, as far as known."""
+        """The known hash schemes of the engines."""
         return list({feed.scheme: None for feed in self.feeds.values() if feed.scheme is not None})
 
     def has_several_ranks(self, engine: str) -> bool:
-        """Whether an engine has more data-parallel ranks than rank 0."""
+        """Whether an engine has data-parallel ranks beside rank 0."""
         return _pod_name(engine, 1) in self.feeds
 
     def pods_by(self, scheme: HashScheme) -> list[str]:
-        """The pods that hash by a scheme."""
+        """The pods that use a scheme."""
         return [name for name, feed in self.feeds.items() if feed.scheme == scheme]
 
     def lookup(self, tokens: Sequence[int], extras: Extras) -> PrefixLookup:
@@ -153,7 +152,7 @@ class PrefixCaches:
         return finish(self._lookup(tokens, extras))
 
     async def lookup_in_turns(self, tokens: Sequence[int], extras: Extras) -> PrefixLookup:
-        """The hits of a prompt; a long one is hashed in turns with other work of the loop."""
+        """The hits of a prompt; hashing a long one yields to the event loop in between."""
         steps = self._lookup(tokens, extras)
         while True:
             try:
@@ -170,7 +169,7 @@ class PrefixCaches:
             chains = self._chains.get(scheme)
             if chains is None:
                 chains = self._chains[scheme] = Chains(scheme, max_tokens=REMEMBERED_TOKENS)
-            hashes = yield from chains.steps(tokens, extras)
+            hashes = yield from chains.hash_in_steps(tokens, extras)
             prompt = Prompt(hashes, len(tokens), scheme.block_tokens)
             prompts[scheme] = prompt
             for name, hit in self._scorer.score(prompt).items():
@@ -192,15 +191,15 @@ class PrefixCaches:
         name = pod_name(source)
         feed = self.feeds.get(name)
         if feed is None:
-            self.index.add(name)
+            self.index.add_pod(name)
             feed = self.feeds[name] = Feed(source, self._scheme)
         return feed
 
     def _share_groups(self) -> None:
-        """Copy group descriptions between pods that hash alike, and so serve one model.
+        """Copy group descriptions between pods with equal hashes, which therefore serve one model.
 
-        The events of an engine that has only pulled prompts may describe full attention alone,
-        as if it had no windows.  Pods whose descriptions contradict each other share nothing.
+        An engine that has only pulled prompts may describe full attention alone in its events, as
+        if it had no windows.  Pods with contradicting descriptions share nothing.
         """
         for scheme in self.schemes:
             names = self.pods_by(scheme)
@@ -209,7 +208,7 @@ class PrefixCaches:
                 known = self.index.pods[name].groups
                 if known.items() <= fullest.items():
                     for group in fullest.keys() - known.keys():
-                        self.index.learn(name, group, fullest[group])
+                        self.index.learn_group(name, group, fullest[group])
         self._shared = self.index.version
 
     def _detect(self, name: str, feed: Feed, event: Stored) -> None:
@@ -231,7 +230,7 @@ class PrefixCaches:
 
 
 def pod_name(source: EventSource) -> str:
-    """The index's name of one rank of an engine."""
+    """The name of an engine's rank in the index."""
     return _pod_name(source.engine, source.rank)
 
 

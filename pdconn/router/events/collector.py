@@ -1,4 +1,4 @@
-"""Metrics of pods, read from what is known of them when the page is requested."""
+"""Metrics of pods, collected when the page is requested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Statuses = Callable[[], Mapping[str, Status]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PodCollector:
-    """A collector that reads what is known of each pod."""
+    """A Prometheus collector of per-pod metrics."""
 
     caches: PrefixCaches
     statuses: Statuses

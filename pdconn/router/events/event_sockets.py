@@ -1,4 +1,4 @@
-"""The sockets of one connection to an engine's publisher of KV events."""
+"""The ZeroMQ sockets of one connection to an engine's publisher of KV events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pdconn.router.prefix.kv_events import MAX_NBYTES
 
-#: Messages that a socket queues.  vLLM's ROUTER drops what does not fit.
+#: Messages that a socket queues; vLLM's ROUTER drops messages beyond that.
 LIVE_HWM, REPLAY_HWM = 10_000, 100_000
 #: Messages that are handled before other tasks run.
 BURST = 64
@@ -21,14 +21,14 @@ class EventSockets:
     """The sockets of one connection to an engine.
 
     Attributes:
-        live: receives what is published.
-        replay: receives the replay under way, if any.
+        live: receives published batches.
+        replay: receives the replay in progress, if any.
 
     Args:
-        context: of all of them.
-        address: of the publisher, ``tcp://HOST:PORT``.
-        topic: prefix of its messages' topics.
-        silence_s: a replay without an answer for this long has failed.
+        context: of all sockets.
+        address: the publisher's, ``tcp://HOST:PORT``.
+        topic: prefix of the topics to subscribe to.
+        silence_s: time without an answer after which a replay has failed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EventSockets:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a connection to the publisher."""
+        """Whether the publisher is connected."""
         return self._up
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class EventSockets:
         self.live.close(linger=0)
 
     async def wait_readable(self, until_s: float) -> None:
-        """Wait for a message or the end of a late replay, at most until ``until_s`` (monotonic)."""
+        """Wait for a message or the time-out of a replay, at most until ``until_s`` (monotonic)."""
         poller = zmq.asyncio.Poller()
         for socket in (self.live, self._monitor, self.replay):
             if socket is not None:
@@ -67,7 +67,7 @@ class EventSockets:
         await poller.poll(int(max(0.0, until_s - time.monotonic()) * 1e3) + 1)
 
     async def changes(self) -> tuple[bool, bool]:
-        """Whether the connection broke, and whether it was made, since the last call."""
+        """Whether the connection was lost, and whether it was made, since the last call."""
         made = False
         for frames in await burst(self._monitor):
             if parse_monitor_message(frames)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
@@ -79,19 +79,19 @@ class EventSockets:
     # --- replay ---------------------------------------------------------------------------
 
     async def request_replay(self, address: str, start: int) -> None:
-        """Request the batches from ``start`` on; abandons the replay before."""
+        """Request the batches from ``start`` on; abandons a previous replay."""
         self.close_replay()
         self.replay = _socket(self._context, zmq.DEALER, REPLAY_HWM)
         self.replay.connect(address)
-        self.note_answer()
+        self.note_replay_answer()
         await self.replay.send_multipart([b"", start.to_bytes(8, "big")])
 
-    def note_answer(self) -> None:
+    def note_replay_answer(self) -> None:
         self._deadline = time.monotonic() + self._silence_s
 
     @property
     def replay_timed_out(self) -> bool:
-        """Whether a replay is under way and has not been answered in time."""
+        """Whether a replay is in progress and overdue."""
         return self.replay is not None and time.monotonic() >= self._deadline
 
     def close_replay(self) -> None:

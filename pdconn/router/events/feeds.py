@@ -1,7 +1,7 @@
-"""Subscribers to the KV events of the fleet: one for each data-parallel rank.
+"""Subscribers to the fleet's KV events: one per data-parallel rank.
 
 A change of the fleet starts and stops subscribers.  A draining engine keeps its subscribers: it
-gets no requests now, but it may resume.
+gets no new requests, but may be resumed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pdconn.router.fleet.member import Member
 log = logging.getLogger(__name__)
 
 _CLOSING = 1 << 20
-"""No bound in effect: each is a subscriber that was running."""
+"""No effective limit: each task closes one subscriber."""
 
 
 Computed = Callable[[str], int | None]
-"""Prompt tokens that an engine did not find in its cache; None while it says nothing."""
+"""Prompt tokens that an engine did not find in its cache; None while it reports none."""
 
 
 def _unknown(engine: str) -> int | None:
@@ -47,13 +47,13 @@ class EventFeeds:
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = self._context.get(
             zmq.SOCKET_LIMIT
-        )  # the default, 1023, is enough for 250 ranks
+        )  # the default, 1023, suffices for 250 ranks
         self._subscribers: dict[EventSource, Subscriber] = {}
         self._ending: list[EventSource] = []
         self._closing = Background(limit=_CLOSING)
 
     def fleet_changed(self, members: Iterable[Member]) -> None:
-        """Subscribe to these engines and to no others."""
+        """Subscribe to exactly these engines."""
         fleet = list(members)
         wanted = [source for member in fleet for source in _sources(member)]
         several = {member.url for member in fleet if member.ranks > 1}
@@ -73,21 +73,21 @@ class EventFeeds:
                 self._start(source)
 
     def _answers(self, engine: str) -> int | None:
-        """Of an engine of several ranks: its page does not say which of them computes."""
+        """0 for one of several ranks, since their page does not separate ranks; None if unknown."""
         return None if self._computed(engine) is None else 0
 
     async def _end(self, source: EventSource, subscriber: Subscriber) -> None:
         await subscriber.close()
         self._ending.remove(source)
-        self._caches.forget(source)
+        self._caches.forget_source(source)
         for known in self._subscribers:
             if _same_pod(source, known):
                 self._start(known)
 
     def _start(self, source: EventSource) -> None:
-        """Subscribe, unless blocks of this pod from another address are still in the index."""
+        """Subscribe, unless the index still holds blocks of this pod from another address."""
         if not any(_same_pod(source, other) for other in self._ending):
-            self._subscribers[source].start()
+            self._subscribers[source].start_receiving()
 
     def statuses(self) -> dict[str, Status]:
         """The status of each pod's subscriber."""

@@ -1,4 +1,4 @@
-"""One engine's KV events: received, put in order without gaps, given to a sink.
+"""Receives one engine's KV events, orders them without gaps, and passes them to a sink.
 
 ::
 
@@ -7,11 +7,11 @@
                       monitor ────► └─────────┘         └──────┘
 
 ``Tracker`` decides; this module performs its effects.  When a connection breaks, its sockets are
-closed, so that everything read from a socket is from one run of the engine: before what was read
-is used, the socket's monitor shows whether the connection was still the same.  Each replay has a
-socket of its own for the same reason: late answers to an earlier replay are never read.
+closed, so that everything read from a socket is from one run of the engine: received batches are
+used only after the socket's monitor has confirmed that the connection is still the same.  For the
+same reason each replay has a socket of its own: late answers to an earlier replay are never read.
 
-No message ends the task.  An exception of the sink does, and is logged.
+No message can end the task.  An exception of the sink ends it, and is logged.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from pdconn.router.prefix.kv_events import BadBatch, Batch, decode_batch
 
 log = logging.getLogger(__name__)
 
-#: A replay without an answer for this long has failed.  vLLM polls every 100 ms.
+#: Seconds without an answer after which a replay has failed.  vLLM polls every 100 ms.
 REPLAY_SILENCE_S = 3.0
-#: Pause before a broken connection is made again; ZeroMQ retries one that cannot be made.
+#: Seconds before a broken connection is reopened; ZeroMQ itself retries failed connects.
 RECONNECT_S = 0.1
-#: How long what a batch was late by stands for the pod; an idle one is not late.
+#: Seconds for which the lag of a batch counts as the pod's; an idle pod has no lag.
 LAG_KEPT_S = 30.0
-#: How often a source that has published nothing is looked at.
+#: Seconds between two checks of a source that has published nothing.
 LOOK_EVERY_S = 3.0
-#: Prompt tokens that an engine computes without an event before it is said to publish none.
+#: Prompt tokens that an engine computes without an event before a warning is logged.
 SILENT_TOKENS = 4096
 #: File descriptors of one subscriber, as Linux counts them: three sockets of ZeroMQ, the inner end
 #: of the monitor, and two connections.
@@ -55,14 +55,14 @@ _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/*\[\]]+):([0-9]{1,5})", re.A
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where one data-parallel rank of an engine publishes KV events.
+    """The address at which one data-parallel rank of an engine publishes KV events.
 
     Attributes:
-        engine: the router's name for it.
+        engine: the engine's name in the router.
         rank: data-parallel rank.
         events: address of its PUB socket, ``tcp://HOST:PORT``.
-        replay: address of its ROUTER socket; None where it has none: then every gap and every
-            broken connection drops all blocks.
+        replay: address of its ROUTER socket; None without one: then every gap and every broken
+            connection drops all blocks.
         topic: prefix of its messages' topics.
     """
 
@@ -91,13 +91,13 @@ class Status:
     """State and counters of a source.
 
     Attributes:
-        batches, events: applied.
-        undecodable: events of those batches that were skipped.
+        batches, events: number applied.
+        undecodable: events of applied batches that were skipped.
         malformed: messages that could not be decoded at all.
-        gaps, replays, restarts: noticed, requested, noticed.
-        lag_s: from the engine's time stamp of a batch until it came here; None where the last came
-            long ago, or was replayed.
-        silent: why nothing arrives from an engine that is at work; None where it does.
+        gaps, replays, restarts: number of gaps and restarts detected, and of replays requested.
+        lag_s: from the engine's time stamp of a batch until its arrival; None if the last batch
+            arrived long ago, or in a replay.
+        silent: why nothing arrives from an engine that computes; None if something does.
     """
 
     state: State = State.AWAY
@@ -113,20 +113,20 @@ class Status:
 
 
 class Sink(Protocol):
-    """Receiver of a source's events.  Called in the event loop, which it must not block."""
+    """Receiver of a source's events.  Called in the event loop, so it must not block."""
 
-    def apply(self, source: EventSource, batch: Batch) -> None:
-        """The next batch of a source."""
+    def apply_batch(self, source: EventSource, batch: Batch) -> None:
+        """Apply the next batch of a source."""
 
-    def reset(self, source: EventSource, why: str) -> None:
+    def drop_pod(self, source: EventSource, why: str) -> None:
         """Drop everything that a source has reported."""
 
     def status_changed(self, source: EventSource, status: Status) -> None:
-        """The state of a source changed."""
+        """The status of a source changed."""
 
 
 class Silence(Enum):
-    """Why nothing arrives from an engine that is at work: reason and remedy."""
+    """Why nothing arrives from an engine that computes: the reason and a remedy."""
 
     NOT_BOUND = (
         "nothing listens at {events}",
@@ -150,7 +150,7 @@ def _no_answer() -> int | None:
 
 @dataclass(slots=True)
 class _Seen:
-    """What has come of a source, and how late the last batch was, until when that counts."""
+    """Counters of a source, and the lag of its last batch with the time until which it counts."""
 
     batches: int = 0
     events: int = 0
@@ -161,7 +161,7 @@ class _Seen:
 
 
 class _SilenceWatch:
-    """Notices an engine that is at work and publishes nothing; ``found`` is why."""
+    """Detects an engine that computes and publishes nothing; ``found`` is the reason."""
 
     def __init__(self, computed: Callable[[], int | None], every_s: float) -> None:
         self._computed, self._every_s = computed, every_s
@@ -172,20 +172,20 @@ class _SilenceWatch:
         self._computed_before: int | None = None
 
     def put_off(self) -> None:
-        """Look again when ``every_s`` is over."""
+        """Check again after ``every_s``."""
         self.at_s = time.monotonic() + self._every_s
 
-    def connected(self) -> None:
-        """The connection was made: what was seen before may be of another engine."""
+    def start_over(self) -> None:
+        """Start over on a new connection: it may lead to another engine."""
         self.found, self._heard, self._computed_before = None, False, None
         self._unconnected = 0
 
     def heard(self) -> None:
-        """A batch was applied."""
+        """Note that a batch was applied."""
         self.found, self._heard = None, True
 
     def look(self, is_up: bool) -> Silence | None:
-        """What is found now, once."""
+        """The reason for silence, when it is first detected."""
         if time.monotonic() < self.at_s:
             return None
         self.put_off()
@@ -193,7 +193,7 @@ class _SilenceWatch:
         if self.found is not None or computed is None or (is_up and self._heard):
             return None
         if not is_up:
-            self._unconnected += 1  # a second look, as the first may be at a busy moment
+            self._unconnected += 1  # checked twice, since the engine may be busy the first time
             self.found = Silence.NOT_BOUND if self._unconnected > 1 else None
         elif self._computed_before is None:
             self._computed_before = computed
@@ -206,14 +206,13 @@ class Subscriber:
     """Receives the events of one source from ``start`` to ``close``.
 
     Args:
-        context: of all sockets; by default one of its own.  Share one between hundreds of
+        context: of all sockets; by default one of its own.  Share one among hundreds of
             sources (each source takes up to 4 of ``zmq.MAX_SOCKETS``).
         now: seconds since the epoch.
         replay_silence_s: a replay without an answer for this long has failed.
-        computed: prompt tokens that the engine did not find in its cache, since its start, as it
-            reports them; None while it reports nothing.
-            An engine that works and publishes nothing is logged once.
-        look_every_s: how often that is looked at.
+        computed: prompt tokens that the engine did not find in its cache since its start; None
+            while it reports none.  An engine that computes and publishes nothing is logged once.
+        look_every_s: seconds between two checks of that.
     """
 
     def __init__(
@@ -236,8 +235,8 @@ class Subscriber:
         self._reported = State.AWAY
         self._seen = _Seen()
 
-    def start(self) -> None:
-        """Start receiving; a second call has no effect."""
+    def start_receiving(self) -> None:
+        """Start receiving.  Idempotent."""
         name = f"KV events of {self._source.engine} rank {self._source.rank}"
         self._task.spawn(self._receive(), name)
 
@@ -288,14 +287,14 @@ class Subscriber:
         while True:
             await sockets.wait_readable(self._silence.at_s)
             # Read first and query the monitor second, so that nothing read here can be from a
-            # connection that the monitor has not reported yet.
+            # connection whose end the monitor has not reported yet.
             published = await burst(sockets.live)
             answers = [] if sockets.replay is None else await burst(sockets.replay)
             broken, made = await sockets.changes()
             if broken:
                 return
             if made:
-                self._silence.connected()
+                self._silence.start_over()
                 await self._perform(self._tracker.connected(), sockets)
             for frames in published:
                 await self._published(frames, sockets)
@@ -305,7 +304,7 @@ class Subscriber:
             await asyncio.sleep(0)
 
     def _look(self, is_up: bool) -> None:
-        """Log, once, that an engine is at work and nothing arrives from it."""
+        """Log, once, that an engine computes and nothing arrives from it."""
         silence = self._silence.look(is_up)
         if silence is not None:
             why, remedy = self._say(silence.why), self._say(silence.remedy)
@@ -321,7 +320,7 @@ class Subscriber:
             self._seen.malformed += 1
         else:
             await self._perform(self._tracker.live(item), sockets)
-            # A batch that is replayed is old, and what a pod did last says nothing once it idles.
+            # A replayed batch is old, and the lag of an idle pod's last batch has no meaning.
             if item.batch is not None:
                 self._seen.lag_s = self._now() - item.batch.ts
                 self._seen.lag_until_s = time.monotonic() + LAG_KEPT_S
@@ -340,9 +339,9 @@ class Subscriber:
             if item is None:
                 self._seen.malformed += 1
             else:
-                sockets.note_answer()  # malformed messages do not count as answers
+                sockets.note_replay_answer()  # malformed messages do not count as answers
                 await self._perform(self._tracker.replayed(item), sockets)
-        # Without a replay under way there is nothing to be late, however old its deadline.
+        # Without a replay in progress its deadline has no meaning.
         if sockets.replay_timed_out and sockets.replay is asked and not answers:
             log.warning("pdconn: KV events: replay timed out %s", self._name)
             await self._perform(self._tracker.replay_failed(), sockets)
@@ -368,7 +367,7 @@ class Subscriber:
                     log.warning(
                         "pdconn: KV events: all blocks dropped: %s %s", why.value, self._name
                     )
-                    self._sink.reset(self._source, why.value)
+                    self._sink.drop_pod(self._source, why.value)
                 case NeedReplay(start) if self._source.replay is not None:
                     log.info("pdconn: KV events: replay requested %s start=%d", self._name, start)
                     await sockets.request_replay(self._source.replay, start)
@@ -382,7 +381,7 @@ class Subscriber:
         self._seen.batches += 1
         self._seen.events += len(batch.events)
         self._seen.undecodable += batch.num_undecodable
-        self._sink.apply(self._source, batch)
+        self._sink.apply_batch(self._source, batch)
 
     def _report(self) -> None:
         state = self._tracker.state

@@ -5,15 +5,15 @@ misses batches when it connects late, is slow, or loses its connection; and an e
 restarts begins at 0 with an empty cache.  One ``Tracker`` for each engine and rank turns what
 arrives into a sequence without gaps, as effects: ``Apply``, ``Reset``, ``NeedReplay``.
 
-What is known of the engine's cache is always in one of these states::
+The state of knowledge about an engine's cache is always one of::
 
     state       up to date   all of it   because
     AWAY        no           -           there is no connection
-    SYNCING     no           -           the first replay since the engine started is under way
-    STALE       no           -           a replay is under way that closes a gap, or that shows
+    SYNCING     no           -           the first replay since the engine started is in progress
+    STALE       no           -           a replay is in progress that closes a gap, or that shows
                                          whether the engine restarted meanwhile
     LIVE        yes          yes
-    INCOMPLETE  yes          no          blocks stored before some batch are not known
+    INCOMPLETE  yes          no          blocks stored before some batch are unknown
 
     AWAY ──connected, nothing known──► SYNCING ──ended: began at 0──► LIVE ◄──┐
       │                                   └──failed, or began later──┐        │ cleared
@@ -25,28 +25,16 @@ What is known of the engine's cache is always in one of these states::
     any ──disconnected──► AWAY             └──restarted, all blocks dropped──► SYNCING
 
 The state follows from three facts (connected, replay, complete), so there is no table of
-transitions.  Four rules:
-
-- **A replay begins one batch early**, with the last one that was applied, recognized by a digest
-  of its bytes: its ``mark``.  Another mark, or an answer that ends before it, means that the
-  engine restarted; an answer that begins after it, that the engine does not keep it any more.
-- **An unfillable gap drops all blocks** (``Reset``), as any of them may be gone.  What is stored
-  from then on is known, what was stored before is not: INCOMPLETE, until the engine clears
-  its cache or restarts.
-- **A replay is repeated only after progress.**  An answer may have holes, as vLLM's ROUTER drops
-  what its peer does not take at once (of 10 000 batches of 4 KB on one machine 2500 to 7000
-  arrived); each replay from the hole gets further.  A hole right after the anchor stays one.
-- **Live batches wait while a replay runs**, the newest ``HELD_LIMIT`` of them; what is pushed out
-  is a gap like any other.
+transitions; the rules stand at the lines that apply them.
 
 A batch that cannot be decoded is a gap that a replay may fill; one that cannot be decoded in a
 replay either is an unfillable gap.  A batch of which some *events* cannot be decoded is applied,
-but then the state is INCOMPLETE; if one of them was a removal, a block that is gone stays known
+but then the state is INCOMPLETE; if one of them was a removal, the removed block stays in the index
 until the next ``Reset`` or clear.
 
-Other known limits: a loss of the last batches before a silence is noticed when the next batch
-arrives; and a restart that does not break the connection is noticed when the numbers go back or
-jump, not if they happen to go on.
+Other known limits: a loss of the last batches before a silence is detected when the next batch
+arrives; and a restart that does not break the connection is detected when the sequence numbers
+decrease or jump, not if they happen to continue.
 """
 
 from __future__ import annotations
@@ -57,21 +45,21 @@ from enum import Enum
 
 from pdconn.router.prefix.kv_events import Batch, Cleared
 
-#: Bounds of the live batches that wait for a replay (some minutes of a busy engine), and of
-#: their bytes.
+#: Bounds of the live batches that are queued during a replay (some minutes of a busy engine), in
+#: number and bytes.
 HELD_LIMIT = 10_000
 HELD_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A batch as it arrived.
+    """A received batch.
 
     Attributes:
-        seq: its number, from 0.
-        mark: digest of its bytes, which distinguishes two batches of one number.
+        seq: the sequence number, from 0.
+        mark: digest of the bytes, which distinguishes two batches of one number.
         batch: None where the bytes could not be decoded.
-        nbytes: their number.
+        nbytes: length of the payload.
     """
 
     seq: int
@@ -81,7 +69,7 @@ class Numbered:
 
 
 class _WaitingBatches:
-    """Live batches that wait, bounded in number and bytes: the oldest go first."""
+    """A queue of live batches, bounded in number and bytes; the oldest are dropped first."""
 
     def __init__(self, limit: int, most_nbytes: int) -> None:
         self._limit = limit
@@ -100,7 +88,7 @@ class _WaitingBatches:
         self._nbytes -= item.nbytes
         return item
 
-    def clear(self) -> None:
+    def drop_all(self) -> None:
         self._items.clear()
         self._nbytes = 0
 
@@ -122,21 +110,21 @@ class ResetReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """The next batch in order."""
+    """Effect: apply the next batch in order."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Drop all blocks of this engine and rank."""
+    """Effect: drop all blocks of this engine and rank."""
 
     why: ResetReason
 
 
 @dataclass(frozen=True, slots=True)
 class NeedReplay:
-    """Abandon any replay under way; request one of ``start`` and what follows."""
+    """Effect: abandon any replay in progress; request one of ``start`` and what follows."""
 
     start: int
 
@@ -146,7 +134,7 @@ Effects = tuple[Effect, ...]
 
 
 class State(Enum):
-    """What is known of a pod's cache; see the module."""
+    """The state of knowledge about a pod's cache, as described in the module docstring."""
 
     AWAY = "away"
     SYNCING = "syncing"
@@ -157,14 +145,14 @@ class State(Enum):
 
 @dataclass(slots=True)
 class _Replay:
-    """A replay under way.
+    """A replay in progress.
 
     Attributes:
-        wanted: the number that was missing when it was requested.
-        anchored: whether its beginning is known to continue what was applied before.
-        first: whether nothing was known of this engine before it, or before the one it repeats.
-        for_held: whether a live batch from after the gap was waiting already.
-        holed: whether batches are missing in its middle.
+        wanted: the number that was missing when the replay was requested.
+        anchored: whether its first batch is known to follow the last applied one.
+        first: whether nothing was known of this engine before it, or before the replay it repeats.
+        for_held: whether a live batch from after the gap was already queued.
+        holed: whether batches are missing inside it.
     """
 
     wanted: int
@@ -181,12 +169,12 @@ class _Tip:
 
 
 class Tracker:
-    """The sequence of one engine and rank.
+    """The sequence of batches of one engine and rank.
 
     Attributes:
-        gaps: noticed in what was published, without the holes of replays.
-        replays: requested.
-        restarts: noticed.
+        gaps: detected in published batches, without the holes of replays.
+        replays: number requested.
+        restarts: number detected.
     """
 
     def __init__(self, held_limit: int = HELD_LIMIT, held_nbytes: int = HELD_NBYTES) -> None:
@@ -200,7 +188,7 @@ class Tracker:
 
     @property
     def state(self) -> State:
-        """What is known of the pod's cache."""
+        """The state of knowledge about the pod's cache."""
         if not self._connected:
             return State.AWAY
         if self._replay is not None:
@@ -209,40 +197,46 @@ class Tracker:
 
     @property
     def replaying(self) -> bool:
-        """Whether the last ``NeedReplay`` is still under way."""
+        """Whether the last ``NeedReplay`` is still in progress."""
         return self._replay is not None
 
     # --- inputs ---------------------------------------------------------------------------
 
     def connected(self) -> Effects:
-        """A connection is made; the engine may have restarted since the last one."""
+        """A connection was made; the engine may have restarted since the last one."""
         self.disconnected()
         self._connected = True
         return self._request_replay()
 
     def disconnected(self) -> None:
-        """The connection broke: what arrives next may be from a restarted engine."""
+        """The connection broke: later batches may be from a restarted engine."""
         self._connected = False
         self._replay = self._last_live = None
-        self._held.clear()
+        self._held.drop_all()
 
     def live(self, item: Numbered) -> Effects:
-        """A batch as it was published."""
+        """Process a published batch."""
+        # 1. It is from a connection that has ended, or a repetition.
         if not self._connected:
             return ()
         tip = _Tip(item.seq, item.mark)
         if tip == self._last_live:
             return ()
         effects: Effects = ()
+        # 2. The numbers went back: the engine has restarted without breaking the connection.
         if self._last_live is not None and item.seq <= self._last_live.seq:
-            self._held.clear()
+            self._held.drop_all()
             self._replay = None
             effects = self._restarted()
         self._last_live = tip
+        # 3. A replay is in progress: the batch waits for its end.  The queue keeps the newest ones;
+        # a batch that it drops is a gap like any other.
         if self._replay is not None:
             self._held.append(item)
+        # 4. It is the next one.
         elif item.seq == self._next and item.batch is not None:
             effects += self._apply(item)
+        # 5. Batches before it are missing, or it cannot be decoded: a replay may have them.
         elif item.seq >= self._next:
             self.gaps += 1
             self._held.append(item)
@@ -250,11 +244,15 @@ class Tracker:
         return effects
 
     def replayed(self, item: Numbered) -> Effects:
-        """A batch from the replay under way."""
+        """Process a batch of the replay in progress."""
         effects: Effects = ()
         replay = self._replay
+        # 1. It was requested by an earlier replay, or lies before this one.
         if replay is None or (self._tip is not None and item.seq < self._tip.seq):
             return effects
+        # 2. The replay starts one batch early, with the last applied one, recognized by its mark.
+        # Another mark means that the engine restarted; a later number, that the engine no longer
+        # keeps that batch.
         if not replay.anchored and self._tip is not None:
             if item.seq == self._tip.seq:
                 replay.anchored = item.mark == self._tip.mark
@@ -263,6 +261,10 @@ class Tracker:
             effects = self._drop(ResetReason.GAP)
         if item.seq < self._next:
             return effects
+        # 3. Batches before it are missing.  After some progress the rest is requested again:
+        # vLLM's ROUTER drops messages that its peer does not accept at once (of 10 000 batches of
+        # 4 KB on one machine 2500 to 7000 arrived).  Without progress the gap is final, and as any
+        # block may have been evicted in it, all are dropped.
         if item.seq > self._next:
             if self._next > replay.wanted:
                 replay.holed = True
@@ -271,23 +273,27 @@ class Tracker:
         return effects + self._apply(item)
 
     def replay_ended(self) -> Effects:
-        """The replay under way has ended, with all that the engine keeps."""
+        """The replay has ended; the engine has sent everything it keeps."""
         replay = self._replay
         if replay is None:
             return ()
+        # 1. It ended before the last applied batch: the engine has restarted.
         if not replay.anchored:
             return self._restarted() + self._request_replay()
+        # 2. It had holes after some progress: the rest is requested again.
         if replay.holed:
             return self._request_replay()
+        # 3. It is whole.
         if self._tip is None:
             self._complete = True  # the engine has published nothing
         return self._settle(replay)
 
     def replay_failed(self) -> Effects:
-        """The replay under way failed: no more of it arrives, though it has not ended."""
+        """The replay failed: no more of it arrives, though it has not ended."""
         replay = self._replay
         if replay is None:
             return ()
+        # A replay is repeated only after progress; otherwise its gap is final.
         if self._next > replay.wanted:
             return self._request_replay()
         return self._drop(ResetReason.GAP) + self._settle(replay)
@@ -310,7 +316,7 @@ class Tracker:
         return (NeedReplay(0 if tip is None else tip.seq),)
 
     def _settle(self, replay: _Replay) -> Effects:
-        """Apply the waiting batches, or request what is missing before them."""
+        """Apply the queued batches, or request what is missing before them."""
         effects: Effects = ()
         while self._held:
             item = self._held.first
@@ -328,7 +334,7 @@ class Tracker:
 
     def _apply(self, item: Numbered) -> Effects:
         if self._tip is None:
-            self._complete = item.seq == 0
+            self._complete = item.seq == 0  # blocks stored before a later batch are unknown
         self._tip = _Tip(item.seq, item.mark)
         batch = item.batch
         if batch is None:

@@ -1,20 +1,20 @@
-"""HTTP requests to engines: one shared session, and two ways to fail.
+"""HTTP requests to engines: one shared session, and two kinds of failure.
 
-What the caller may do next depends on whether the engine can have seen the request, so the
-errors say that:
+Whether a request may be repeated depends on whether the engine can have seen it, so the errors
+distinguish that::
 
     ConnectFailed    there was no connection: the engine has not seen the request, and a
                      ticket in it is unused
-    ConnectionLost   the connection broke after the request began to leave: a ticket in it
-                     may be claimed, or used up, by now
+    ConnectionLost   the connection broke after sending had started: a ticket in the request
+                     may be claimed or used by now
 
-A kept connection that breaks under its request says little of the engine, whose server closes idle
-ones: ``IdleConnectionLost``, or the request is sent once more.  ``OutOfResources`` is a
-``ConnectFailed`` that says nothing of the engine: this process has no file descriptor or memory
-left.
+A kept connection that breaks under its request says little about the engine, whose server closes
+idle ones: ``IdleConnectionLost``, or the request is sent once more.  ``OutOfResources`` is a
+``ConnectFailed`` that says nothing about the engine: this process ran out of file descriptors or
+memory.
 
-Answers pass byte for byte: nothing is decompressed, decoded or joined, and no cookie of one
-client reaches another.
+Answers pass byte for byte: nothing is decompressed, decoded or joined, and no cookie of one client
+reaches another.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from pdconn.router.fleet.engine_sockets import EngineSockets
 from pdconn.router.openai.requests import OF_THE_ANSWER, keep_end_to_end
 
 #: vLLM's server closes an idle connection after 5 s (``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``).  The router
-#: should close it first, or now and then a request is written into a connection that is just
-#: closing, and has to be sent again.
+#: closes it first; otherwise some requests would be written into a connection that is just closing,
+#: and would have to be sent again.
 KEEPALIVE_S = 4.0
 
 #: aiohttp writes bytes in one piece and warns above 1 MiB; a file in pieces.
@@ -48,7 +48,7 @@ _ONE_PIECE_NBYTES = 1 << 20
 
 
 Authorization = Callable[[], str | None]
-"""The ``Authorization`` that the router itself asks engines with now, if any."""
+"""The ``Authorization`` of the router's own requests to engines, if any."""
 
 
 class ConnectFailed(Exception):
@@ -64,23 +64,23 @@ class ConnectionLost(Exception):
 
 
 class IdleConnectionLost(ConnectionLost):
-    """A kept connection broke under the request: as a rule the server had just closed it."""
+    """A kept connection broke under the request: usually the server had just closed it."""
 
 
 class EngineTimedOut(ConnectionLost):
-    """The engine did not answer in time; it may be up, and have much to do."""
+    """The engine did not answer in time; it may be up but busy."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """Whether the request has begun to leave, for callers that may stop waiting."""
+    """Whether sending the request has started, for callers that may stop waiting."""
 
     begun: bool = False
 
 
 @dataclass(slots=True)
 class _Sending:
-    """One request on its way; ``reuses``: the connection had served another one before."""
+    """One request being sent; ``reuses``: the connection had served another request before."""
 
     delivery: Delivery
     reuses: bool = False
@@ -89,8 +89,7 @@ class _Sending:
 class EngineAnswer:
     """An engine's answer, of which only the head has been read.
 
-    Its owner closes it.  Closing early closes the connection, and that makes vLLM abort the
-    request.
+    Its owner closes it.  Closing early closes the connection, which makes vLLM abort the request.
     """
 
     def __init__(self, engine: str, response: aiohttp.ClientResponse) -> None:
@@ -106,21 +105,21 @@ class EngineAnswer:
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        """The headers that belong to the answer, not to the connection."""
+        """The end-to-end headers of the answer."""
         return keep_end_to_end(self._response.headers, also=OF_THE_ANSWER)
 
     async def await_first(self) -> None:
-        """Wait until the body has begun (or ended without a byte)."""
+        """Wait until the body has begun, or has ended empty."""
         if self._first_chunk is None:
             self._first_chunk = await self._read()
 
     @property
     def first_chunk(self) -> bytes:
-        """The body's beginning, as far as ``await_first`` has brought it."""
+        """The beginning of the body that ``await_first`` has received."""
         return self._first_chunk or b""
 
-    async def next(self) -> bytes:
-        """The bytes that arrived since the last call; empty at the end.
+    async def next_chunk(self) -> bytes:
+        """The bytes received since the last call; empty at the end.
 
         Raises:
             ConnectionLost: the connection broke before the end.
@@ -132,13 +131,13 @@ class EngineAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole body has arrived, so that reading it does not wait."""
+        """Whether the whole body has been received, so that reading it does not wait."""
         return self._response.content.is_eof()
 
-    async def rest(self) -> bytes:
-        """The whole body, for answers that are known to be short."""
+    async def read_rest(self) -> bytes:
+        """The whole remaining body; for short answers."""
         pieces = []
-        while piece := await self.next():
+        while piece := await self.next_chunk():
             pieces.append(piece)
         return b"".join(pieces)
 
@@ -151,13 +150,13 @@ class EngineAnswer:
             raise lost from error
 
     def when_closed(self, act: Callable[[BaseException | None], object]) -> None:
-        """Call ``act`` once the answer is closed, with the error that broke it off, if any."""
+        """Call ``act`` once the answer is closed, with the error that interrupted it, if any."""
         self._when_closed = act
 
     def close(self, error: BaseException | None = None) -> None:
-        """Return the connection to the pool if the body was read to its end, else close it.
+        """Return the connection to the pool if the body was read completely, else close it.
 
-        ``error``: it is broken off by that.
+        ``error``: the error that interrupts the answer.
         """
         self._response.close()
         act, self._when_closed = self._when_closed, _nothing
@@ -176,9 +175,9 @@ class EngineAnswer:
 
 
 class EngineClient:
-    """The HTTP session that all requests to all engines share.
+    """The HTTP session shared by all requests to all engines.
 
-    A kept connection may break under a request, since its server closes it in that moment.  The
+    A kept connection may break under a request because its server closes it at that moment.  The
     request is then sent once more, on a new connection (RFC 9110, section 9.2.2; Envoy's
     ``reset-before-request``).
     """
@@ -203,7 +202,7 @@ class EngineClient:
         return aiohttp.ClientSession(
             # No limit per host: the engines queue, not the router.
             connector=aiohttp.TCPConnector(
-                limit=0, socket_factory=self._sockets.open, **connections
+                limit=0, socket_factory=self._sockets.open_socket, **connections
             ),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -212,7 +211,7 @@ class EngineClient:
             trace_configs=[trace],
         )
 
-    async def post(
+    async def post_body(
         self,
         engine: str,
         path: str,
@@ -222,21 +221,21 @@ class EngineClient:
         *,
         may_repeat: bool = True,
     ) -> EngineAnswer:
-        """Send a body; returns when the answer's head has arrived.
+        """Send a body; returns when the head of the answer has arrived.
 
-        ``may_repeat``: False of a body that the engine must not see twice.
+        ``may_repeat``: False for a body that the engine must not receive twice.
 
         Raises:
             ConnectFailed: the engine has not seen the request.
             IdleConnectionLost: a kept connection broke, and the body may not be repeated.
-            ConnectionLost: it may have seen it.
+            ConnectionLost: the engine may have seen the request.
         """
         return await self._request(
             "POST", engine, path, headers, body=body, delivery=delivery, may_repeat=may_repeat
         )
 
-    async def get(self, engine: str, path: str, headers: CIMultiDict[str]) -> EngineAnswer:
-        """Request a page; returns when the answer's head has arrived."""
+    async def get_page(self, engine: str, path: str, headers: CIMultiDict[str]) -> EngineAnswer:
+        """Request a page; returns when the head of the answer has arrived."""
         return await self._request("GET", engine, path, headers)
 
     async def _request(
@@ -263,7 +262,7 @@ class EngineClient:
             try:
                 response = await send(self._new, body)
             except ConnectFailed as failed:
-                # Of the first time nothing is known: it may have been seen then.
+                # The first attempt may have been seen.
                 raise ConnectionLost(str(failed)) from failed
         return EngineAnswer(engine, response)
 
@@ -336,9 +335,10 @@ _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def _is_our_fault(error: Exception) -> bool:
-    """Whether this process, not the engine, kept a connection from being made."""
+    """Whether this process, not the engine, prevented the connection."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return not _can_open_a_file()  # the look-up needs one, and does not say that it had none
+        # Name look-up needs a file, and does not report that it had none.
+        return not _can_open_a_file()
     return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _OURS
 
 
@@ -351,11 +351,11 @@ def _can_open_a_file() -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """One line for logs and errors; some of aiohttp's have no text."""
+    """One line for logs and errors; some of aiohttp's errors have no text."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"TLS: {cause.verify_message}"
-    if isinstance(cause, ssl.SSLError):  # its errno is OpenSSL's, and means something else
+    if isinstance(cause, ssl.SSLError):  # its errno is OpenSSL's, with another meaning
         plain = cause.reason == "WRONG_VERSION_NUMBER"
         return f"TLS: {cause.reason or cause}" + ("; is it an http:// server?" if plain else "")
     if isinstance(cause, socket.gaierror):  # its errno is the resolver's

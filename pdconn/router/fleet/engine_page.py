@@ -1,7 +1,7 @@
-"""Load of an engine, read from its Prometheus page.  Pure, and takes any text.
+"""An engine's load, parsed from its Prometheus page.  Pure; accepts any text.
 
-One page covers every data-parallel rank behind a URL.  Queues and leases are added up over the
-ranks; of cache usage the fullest rank counts, as a request may go to that one.
+One page covers all data-parallel ranks behind a URL.  Queues and leases are summed over the ranks;
+of cache usage the fullest rank counts, as a request may go to that one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdconn.router.fleet.pull_counts import COUNTERS, PullCounts
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
-_KV_USAGE = "vllm:kv_cache_usage_perc"  # a share of 1, in spite of its name
+_KV_USAGE = "vllm:kv_cache_usage_perc"  # a fraction of 1, despite its name
 _QUERIES = "vllm:prefix_cache_queries_total"
 _HITS = "vllm:prefix_cache_hits_total"
 _PROMPT_TOKENS = "vllm:prompt_tokens_total"
@@ -29,7 +29,7 @@ _LEASES_ENDED = (
     "vllm:nixl_num_kv_expired_reqs_total",
 )
 
-#: The largest sensible value of each.
+#: The largest plausible value of each.
 _LIMITS = dict.fromkeys(
     (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT_TOKENS, _LENT, *_LEASES_ENDED, *COUNTERS),
     MAX_COUNT,
@@ -38,16 +38,16 @@ _LIMITS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An engine's page; a field is None where the page does not have it.
+    """The values on an engine's page; a field is None where the page lacks it.
 
     Attributes:
-        running, waiting: requests.
+        running, waiting: number of requests.
         kv_usage: of the fullest rank's cache, 0 to 1.
-        lent_leases: prompts whose blocks are lent to decode at this moment.
-        prefix_queries, prefix_hits: tokens looked up and found, since the engine's start.
-        prompt_tokens: of all prompts since its start, found or not.
-        pulls: since its start, those that failed too.
-        num_ignored: lines of these metrics that made no sense.
+        lent_leases: prompts whose blocks are lent to decode now.
+        prefix_queries, prefix_hits: tokens looked up and found since the engine's start.
+        prompt_tokens: tokens of all prompts since its start, cached or not.
+        pulls: counters since its start, failed pulls included.
+        num_ignored: malformed lines of these metrics.
     """
 
     running: int | None = None
@@ -62,14 +62,14 @@ class Load:
 
     @property
     def not_found(self) -> int | None:
-        """Prompt tokens since its start that its prefix cache did not hold."""
+        """Prompt tokens since the engine's start that its prefix cache did not hold."""
         if self.prompt_tokens is None:
             return None
         return max(0, self.prompt_tokens - (self.prefix_hits or 0))
 
 
 def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
-    """What a Prometheus page says of its engine's load.
+    """The load of an engine, from the text of its Prometheus page.
 
     Only the first ``max_nbytes`` characters are read, up to a whole line.
 
@@ -85,13 +85,13 @@ def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
         prefix_queries=values.total(_QUERIES),
         prefix_hits=values.total(_HITS),
         prompt_tokens=values.total(_PROMPT_TOKENS),
-        pulls=PullCounts.of_page(values),
+        pulls=PullCounts.from_page(values),
         num_ignored=values.num_ignored,
     )
 
 
 def _lent(values: PageValues) -> int | None:
-    """Granted and not ended; counters are read one after another, so never below 0."""
+    """Leases granted and not ended; never below 0, though counters are read at different times."""
     granted = values.total(_LENT)
     if granted is None:
         return None

@@ -1,17 +1,18 @@
-"""The sockets of connections to engines, and those whose host is gone.
+"""The sockets of connections to engines, and detection of dead hosts.
 
-An engine that does not read a long body for minutes is busy, and one whose host lost its power is
-gone.  The kernel's own time-out (``TCP_USER_TIMEOUT``) breaks both connections off: it counts the
-time that sent bytes wait for a full window, too.  So it is not set.  A host that lives acknowledges
-whatever reaches it, full window or not::
+An engine that does not read a long body for minutes is busy; one whose host lost its power is gone.
+The kernel's own time-out (``TCP_USER_TIMEOUT``) breaks both connections, because it also counts the
+time in which sent bytes wait for a full window.  So it is not set.  A living host acknowledges
+every packet, with a full window or not::
 
     nothing is sent     keepalive probes of the kernel (``SO_KEEPALIVE``)
-    bytes are under     repeated again and again, and no acknowledgement of anything for
-    way                 ``DEAD_HOST_S``: a sweep reads that of the kernel (``TCP_INFO``)
+    bytes are in        retransmitted, with no acknowledgement of anything for ``DEAD_HOST_S``:
+    flight              a periodic sweep reads that from the kernel (``TCP_INFO``)
 
-A host that dies while its window is full takes longer: the kernel asks for room ever less often.
-An engine that reads not a byte for ``HUNG_S`` is no longer busy: its connections are broken off,
-too, and with them those of clients that left, whose bodies would be kept for ever.
+Detecting a host that dies while its window is full takes longer: the kernel probes the window at
+growing intervals.  An engine that reads no byte for ``HUNG_S`` no longer counts as busy: its
+connections are broken too, and with them those of clients that left, whose bodies would be kept
+forever.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 DEAD_HOST_S = 15.0
-"""A host that acknowledges nothing for this long is gone."""
+"""Seconds without an acknowledgement after which a host counts as dead."""
 HUNG_S = 300.0
 SWEEP_S = 3.0
 _PROBE_AFTER_S, _PROBE_EVERY_S = 6, 3
 _REPEATS = 2
-"""Of packets or of questions for room, in a row and unanswered: one may just be on its way."""
+"""Unanswered retransmissions or window probes in a row; a single one may be in flight."""
 
 _INFO = struct.Struct("=8B24I4Q3I")
 """Linux's ``struct tcp_info``, up to ``tcpi_notsent_bytes``."""
@@ -44,13 +45,13 @@ Address = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, o
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """What the kernel knows of a connection's other host.
+    """The kernel's view of a connection's remote host.
 
     Attributes:
-        silent_s: since it last acknowledged anything.
-        repeats: packets, or questions for room in its window, repeated in a row since then.
-        nbytes: that it has acknowledged.
-        waiting_nbytes: that wait for room in its window.
+        silent_s: seconds since its last acknowledgement.
+        repeats: packets or window probes repeated in a row since then.
+        nbytes: bytes that it has acknowledged.
+        waiting_nbytes: bytes that wait for room in its window.
     """
 
     silent_s: float
@@ -68,7 +69,7 @@ class Acknowledged:
 
 
 def acknowledged(sock: socket.socket) -> Acknowledged | None:
-    """What the kernel knows; None where it does not say, or there is no connection."""
+    """The kernel's view; None where it is not available, or there is no connection."""
     if not hasattr(socket, "TCP_INFO"):
         return None
     try:
@@ -90,7 +91,7 @@ class EngineSockets:
     """Every open socket to an engine.
 
     Args:
-        limit_s, hung_s, sweep_s: see the constants.
+        limit_s, hung_s, sweep_s: bounds; the module's constants by default.
     """
 
     def __init__(
@@ -101,12 +102,13 @@ class EngineSockets:
         self._sweep_s = sweep_s
         self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._full: weakref.WeakKeyDictionary[socket.socket, tuple[int, float]] = (
-            weakref.WeakKeyDictionary()  # bytes acknowledged, and since when no more
+            # Acknowledged bytes, and the time since which they have not grown.
+            weakref.WeakKeyDictionary()
         )
         self._sweeping: asyncio.Task[None] | None = None
 
-    def open(self, address: Address) -> socket.socket:
-        """A socket for a connection; aiohttp's ``socket_factory``."""
+    def open_socket(self, address: Address) -> socket.socket:
+        """A socket for a new connection; aiohttp's ``socket_factory``."""
         sock = socket.socket(address[0], address[1], address[2])
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         probes = (int(DEAD_HOST_S) - _PROBE_AFTER_S) // _PROBE_EVERY_S
@@ -128,7 +130,7 @@ class EngineSockets:
             self.break_off_dead()
 
     def break_off_dead(self) -> None:
-        """Break off every connection whose host is gone or hangs; its request fails."""
+        """Break every connection whose host is dead or whose engine hangs; its request fails."""
         now = time.monotonic()
         for sock in list(self._open):
             seen = acknowledged(sock)
@@ -140,7 +142,7 @@ class EngineSockets:
                 self._break_off(sock, "its engine reads nothing", full_s)
 
     def _full_s(self, sock: socket.socket, seen: Acknowledged, now: float) -> float:
-        """For how long bytes have waited for room, and none was acknowledged."""
+        """Seconds for which bytes have waited for room without an acknowledgement."""
         if not seen.waiting_nbytes:
             self._full.pop(sock, None)
             return 0.0

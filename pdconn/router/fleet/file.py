@@ -1,4 +1,4 @@
-"""The fleet as a TOML file, read strictly.
+"""The fleet as a TOML file, parsed strictly.
 
 ::
 
@@ -10,8 +10,8 @@
     ranks = 2
     draining = true
 
-One wrong entry makes the whole file wrong: half a fleet is worse than the previous one.  A file
-without an engine is wrong too: editors leave one for a moment when they write a file.
+One invalid entry invalidates the whole file: half a fleet is worse than the previous one.  A file
+without engines is invalid too: editors leave an empty file for a moment while they write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROLES = {role.value: role for role in Role}
 
 
 def read_fleet(path: str | os.PathLike[str]) -> tuple[Member, ...]:
-    """The engines of a file, in its order.
+    """The engines of a file, in file order.
 
     Raises:
         BadSetting: the first mistake, as ``FILE: engine NUMBER: FIELD``.
@@ -62,7 +62,7 @@ def _load(where: str) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise BadSetting(where, "a file to read", error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or absurdly deep
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested too deeply
         raise BadSetting(where, "TOML", str(error)) from error
 
 
@@ -85,7 +85,7 @@ def _member(where: str, table: object) -> Member:
         if key not in _KINDS:
             raise BadSetting(f"{where}: {key}", "a known key", key, did_you_mean(key, _KINDS))
         kind, expected = _KINDS[key]
-        if type(value) is not kind:  # isinstance would let true be a number
+        if type(value) is not kind:  # isinstance would accept true as a number
             raise BadSetting(f"{where}: {key}", expected, value)
     for key in ("url", "roles"):
         if key not in table:

@@ -1,14 +1,13 @@
-"""Which engines are up: a failed connection or a failed probe marks one as down, a probe as up.
+"""Tracks which engines are up: a failed connection or probe marks one down, a probe marks it up.
 
     a request failed: no connection ─────────────────────────► down ──/health answers 200──► up
     ...: connection broken, 5xx ──► /health, on a connection ──►│ ▲
                                     of its own: fails           └─┘ /health fails
 
-A request that fails otherwise than for want of a connection may have failed for its own sake, or
-that of its connection; ``/health`` says whether the engine has.  vLLM answers 503 there when its
-engine core has died, and so it does when its API server goes on living
-(``VLLM_KEEP_ALIVE_ON_ENGINE_DEATH``).  While an engine is down a task probes it, with growing
-pauses, or short ones while no engine of its role is up.
+A request that fails after connecting may have failed for a reason of its own, or of its connection;
+``/health`` shows whether the engine has failed.  vLLM answers 503 there when its engine core has
+died, also when its API server stays alive (``VLLM_KEEP_ALIVE_ON_ENGINE_DEATH``).  While an engine
+is down a task probes it at growing intervals, or short ones while no engine of its role is up.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from pdconn.router.fleet.registry import EngineRegistry, Outage
 
 log = logging.getLogger(__name__)
 
-#: An engine whose ``/health`` takes longer is not healthy.
+#: Time-out of ``/health``; a slower engine is not healthy.
 PROBE_TIMEOUT_S = 2.0
 
-#: Of an engine that joined while the others were probed.
+#: The reason for an engine that joined during a round of probes.
 _NOT_PROBED = "not probed yet"
 
 
 class Health:
-    """Keeps the outages of ``EngineRegistry`` up to date.
+    """Keeps the outages in ``EngineRegistry`` up to date.
 
     Args:
-        changed: is called with each engine that goes down or comes up, and whether it is up.
+        changed: called with each engine that goes down or comes up, and whether it is up.
 
     Attributes:
         when_up: called with each engine that is up again.
@@ -78,7 +77,7 @@ class Health:
                 task.cancel()
 
     def suspect(self, engine: str, why: str, request_id: str) -> None:
-        """A request to this engine failed: mark it as down if its ``/health`` fails, too."""
+        """A request to this engine failed: mark it down if its ``/health`` fails too."""
         if self._closed or engine not in self._engines or engine in self._suspected:
             return
         if self._engines.outage(engine) is not None:
@@ -98,11 +97,11 @@ class Health:
             self.report_down(engine, f"{why}; {found}", request_id)
 
     def report_down(self, engine: str, why: str, request_id: str) -> None:
-        """A request did not reach this engine: skip it until it answers again."""
+        """A request could not connect to this engine: skip it until it answers again."""
         if engine not in self._engines:
-            return  # it has left the fleet
+            return  # the engine has left the fleet
         if self._engines.outage(engine) is not None:
-            return  # another request failed first, and a task is probing already
+            return  # another request failed first, and a task is already probing
         outage = self._engines.mark_down(engine, why)
         self._changed(engine, False)
         log.warning(
@@ -125,7 +124,7 @@ class Health:
             log.error("pdconn: probing failed engine=%s", engine, exc_info=error)
 
     async def _probe_until_up(self, engine: str, outage: Outage) -> None:
-        """Probe until this outage ends: the engine is up, replaced by another outage, or gone."""
+        """Probe until this outage ends: the engine is up, has another outage, or left the fleet."""
         while True:
             await self._pause(engine, outage)
             why = await self.probe(engine)
@@ -136,9 +135,9 @@ class Health:
             outage = self._engines.mark_down(engine, why)
 
     async def _pause(self, engine: str, outage: Outage) -> None:
-        """Wait for the next probe: less where a role has no other engine, and requests wait, too.
+        """Wait for the next probe; shorter while a role has no other engine, as requests wait then.
 
-        The last one may have gone meanwhile, so it is looked at again and again.
+        The last other engine may go down during the wait, so that is checked repeatedly.
         """
         left_s, step_s = outage.backoff_s, 2 * outage.first_backoff_s
         while left_s > 0:
@@ -154,11 +153,11 @@ class Health:
             self.when_up(engine)
 
     async def probe(self, engine: str) -> str | None:
-        """Request one engine's ``/health``: None if it is healthy, else the reason."""
+        """Request one engine's ``/health``: None if healthy, else the reason."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                async with await self._client.get(engine, "/health", CIMultiDict()) as answer:
-                    await answer.rest()
+                async with await self._client.get_page(engine, "/health", CIMultiDict()) as answer:
+                    await answer.read_rest()
                     return None if answer.status == 200 else f"/health answered {answer.status}"
         except TimeoutError:
             return self._silent
@@ -166,9 +165,9 @@ class Health:
             return str(error)
 
     async def probe_all(self) -> dict[str, str | None]:
-        """Probe all engines at once.  Concurrent callers share one round.
+        """Probe all engines concurrently.  Concurrent callers share one round.
 
-        The answer has exactly the engines that are in the fleet when it is given.
+        The answer has exactly the engines that are in the fleet when it is returned.
         """
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._probe_round(), name="probe round")
@@ -184,22 +183,23 @@ class Health:
         return reasons
 
     def report_failed(self, reasons: Mapping[str, str | None], request_id: str) -> None:
-        """What is shown as down gets nothing; one that is only slow to answer may be busy."""
+        """Mark engines that ``/health`` shows as down; a slow answer alone does not count."""
         for engine, why in reasons.items():
             if why is not None and why not in (self._silent, _NOT_PROBED):
                 self.report_down(engine, why, request_id)
 
     async def page(self, *, name_engines: bool) -> dict[str, object]:
-        """The router's own ``/health``: each role needs a healthy engine that does not drain.
+        """The router's own ``/health``: each role needs a healthy engine that is not draining.
 
-        Without prefill it is ``degraded`` where decode computes prompts itself.  Unless
-        ``name_engines``, it holds neither addresses nor reasons, which may contain some.
+        Without prefill it is ``degraded`` where decode computes prompts itself.  Without
+        ``name_engines`` it holds neither addresses nor reasons, which may contain addresses.
         """
         reasons = await self.probe_all()
         self.report_failed(reasons, "/health")
         lines = {
             role.value: [
-                self._line(name, reasons[name], name_engines) for name in self._engines.of(role)
+                self._line(name, reasons[name], name_engines)
+                for name in self._engines.in_role(role)
             ]
             for role in Role
         }
@@ -209,7 +209,7 @@ class Health:
         served = {
             role
             for role in Role
-            for name in self._engines.of(role)
+            for name in self._engines.in_role(role)
             if reasons[name] is None and not self._engines.is_draining(name)
         }
         if served == set(Role):

@@ -1,8 +1,8 @@
-"""Load of every engine: what its Prometheus page says, and what this router has sent to it.
+"""The load of every engine: from its Prometheus page, and from what this router has sent to it.
 
 Pages are polled once a second, independently: a slow engine has an old load and delays no other.
-What was sent since then only the router knows.  So the larger of both counts: what an engine
-reports, or what this router has sent.
+Requests sent since the last poll are known to the router alone.  So the larger count is used: the
+engine's report, or what this router has sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -24,7 +24,7 @@ from pdconn.router.fleet.engine_page import Load, parse_metrics
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.prometheus_page import MAX_PAGE_NBYTES
 from pdconn.router.fleet.pull_counts import PullCounts, RecentPulls
-from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.fleet.registry import EngineRegistry, KeptPerEngine
 
 
 class InflightTracker:
@@ -38,9 +38,9 @@ class InflightTracker:
     def start_request(
         self, engine: str, num_tokens: int, rank: int | None = None
     ) -> Callable[[], None]:
-        """A request is sent to ``engine``; call what this returns when it is finished.
+        """Count a request to ``engine``; call the returned function when it has finished.
 
-        A second call of the returned function has no effect.
+        The returned function is idempotent.
 
         Args:
             engine: base URL.
@@ -86,26 +86,26 @@ INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
 
 COMPLAIN_EVERY_S = 60.0
-"""Pulls of an engine that fail are logged once in this time."""
+"""Seconds in which failing pulls of one engine are logged once."""
 
 LEASE_S = 30.0
-"""vLLM's default; where a lease is longer an idle engine looks free a little early."""
+"""vLLM's default lease; with a longer one an idle engine looks free a little early."""
 
 
 @dataclass(slots=True)
 class KvUsage:
-    """Share of blocks in use, of engines that update it only while they work.  Pure.
+    """Shares of blocks in use, for engines that update theirs only while they run steps.  Pure.
 
-    vLLM counts its blocks in each step.  A prefill engine that has lent blocks and is idle
-    then goes on reporting them as in use long after their leases have ended.  So what an idle
-    engine reports counts for as long as a lease may last, and no longer.
+    vLLM counts its blocks in each step.  A prefill engine that has lent blocks and is idle reports
+    them as in use long after their leases have ended.  So the report of an idle engine counts for
+    the duration of a lease and no longer.
     """
 
     lease_s: float = LEASE_S
     _unchanged: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def observe(self, engine: str, share: float, *, idle: bool, now: float) -> float:
-        """Note a reported share; returns the share of blocks in use, as far as known."""
+    def note_share(self, engine: str, share: float, *, idle: bool, now: float) -> float:
+        """Note a reported share; returns the best known share of blocks in use."""
         if not idle:
             self._unchanged.pop(engine, None)
             return share
@@ -115,14 +115,14 @@ class KvUsage:
             self._unchanged[engine] = (share, now)
         return share if now - since < self.lease_s else 0.0
 
-    def keep(self, engines: tuple[str, ...]) -> None:
-        """Drop all other engines."""
+    def keep_engines(self, engines: Collection[str]) -> None:
+        """Forget all other engines."""
         self._unchanged = {name: one for name, one in self._unchanged.items() if name in engines}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReading:
-    """A load and when it arrived, by the poller's clock."""
+    """A load and its arrival time, by the poller's clock."""
 
     load: Load
     at_s: float
@@ -130,7 +130,7 @@ class LoadReading:
 
 @dataclass(frozen=True, slots=True)
 class _PollBounds:
-    """Between two polls of an engine, for its answer, and of its page."""
+    """Bounds of a poll: the interval, the time-out, and the size of the page."""
 
     interval_s: float
     timeout_s: float
@@ -142,10 +142,10 @@ class LoadPoller:
 
     Attributes:
         inflight: what this router has sent to engines.
-        usage: the share of their blocks in use, as far as known.
-        latest: holds no engine that left the fleet; one that stopped answering stays in it, with
-            its age (``fresh`` leaves it out).
-        pulls: what engines count of their pulls; those that fail are logged.
+        usage: the best known share of their blocks in use.
+        latest: holds no engine that left the fleet; one that stopped answering stays, with its age
+            (``fresh`` leaves it out).
+        pulls: the engines' counters of pulls; failures are logged.
 
     >>> async with LoadPoller(engines, client) as loads:  # doctest: +SKIP
     ...     loads.fresh(max_age_s=5.0)["http://10.0.0.1:8000"].waiting
@@ -181,12 +181,13 @@ class LoadPoller:
         return {name: last.load for name, last in self.latest.items() if last.at_s >= since_s}
 
     def fleet_changed(self) -> None:
-        """Drop engines that left the fleet."""
+        """Forget engines that left the fleet."""
         for name in [name for name in self.latest if name not in self._engines]:
             del self.latest[name]
             self._complained_s.pop(name, None)
-        self.pulls.keep(self._engines.names)
-        self.usage.keep(self._engines.names)
+        kept: tuple[KeptPerEngine, ...] = (self.pulls, self.usage)
+        for one in kept:
+            one.keep_engines(self._engines.names)
         self._failing = {name for name in self._failing if name in self._engines}
 
     async def poll_now(self) -> None:
@@ -203,7 +204,7 @@ class LoadPoller:
     def _poll_all(self) -> None:
         self.fleet_changed()
         for engine in dict.fromkeys(name for role in Role for name in self._engines.live(role)):
-            if engine not in self._polls:  # else the last poll is still running
+            if engine not in self._polls:  # else the previous poll is still running
                 task = asyncio.create_task(self._poll(engine), name=f"load of {engine}")
                 self._polls[engine] = task
                 task.add_done_callback(partial(self._poll_ended, engine))
@@ -223,17 +224,17 @@ class LoadPoller:
         except (ConnectFailed, ConnectionLost) as error:
             return self._note_failure(engine, str(error))
         if engine not in self._engines:
-            return None  # it left the fleet while it answered
+            return None  # it left the fleet during the poll
         load, now = parse_metrics(page, self._bounds.max_page_nbytes), self._clock()
         self.latest[engine] = LoadReading(load, now)
-        self._note_pulls(engine, self.pulls.observe(engine, load.pulls, now), now)
+        self._note_pulls(engine, self.pulls.note_counts(engine, load.pulls, now), now)
         if engine in self._failing:
             self._failing.discard(engine)
             log.info("pdconn: load known again engine=%s", engine)
         return None
 
     def _note_pulls(self, engine: str, grown: PullCounts, now: float) -> None:
-        """Log pulls that have failed since the last poll; their requests were answered."""
+        """Log pulls that failed since the last poll; the requests themselves were answered."""
         if grown.failed and now - self._complained_s.get(engine, float("-inf")) >= COMPLAIN_EVERY_S:
             self._complained_s[engine] = now
             log.warning(
@@ -247,12 +248,12 @@ class LoadPoller:
 
     async def _page(self, engine: str) -> str:
         headers = CIMultiDict({"Accept-Encoding": "identity"})
-        async with await self._client.get(engine, "/metrics", headers) as answer:
+        async with await self._client.get_page(engine, "/metrics", headers) as answer:
             if answer.status != 200:
                 raise ConnectionLost(f"/metrics answered {answer.status}")
             pieces: list[bytes] = []
             nbytes = 0
-            while piece := await answer.next():
+            while piece := await answer.next_chunk():
                 nbytes += len(piece)
                 if nbytes > self._bounds.max_page_nbytes:
                     raise ConnectionLost(
@@ -262,7 +263,7 @@ class LoadPoller:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def _note_failure(self, engine: str, why: str) -> None:
-        """Log it once; requests notice for themselves whether the engine is down."""
+        """Log the failure once; whether the engine is down is decided by requests."""
         if engine in self._engines and engine not in self._failing:
             self._failing.add(engine)
             log.warning("pdconn: load unknown engine=%s why=%r", engine, why)

@@ -5,7 +5,7 @@
     http://10.0.0.1:8000,events=tcp://{host}:5557,replay=tcp://{host}:5657,ranks=2
     └─────── url ──────┘ └─────── of data-parallel rank 0; rank r's are port + r ─┘
 
-The URL is the engine's name: two members of one URL are one engine.  ``{host}`` stands for the
+The URL is the engine's name: two members with one URL are one engine.  ``{host}`` stands for the
 URL's host, so that one line describes every engine behind a DNS name.
 """
 
@@ -31,18 +31,18 @@ _ENDPOINT = re.compile(r"tcp://(\{host\}|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0
 
 
 class Role(Enum):
-    """What an engine does for a request."""
+    """The part of a request that an engine serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class BadMember(BadSetting):
-    """A field of an engine makes no sense; the reader adds where it stands."""
+    """A field of an engine is invalid; the reader adds the engine's position."""
 
 
 class EventEndpoints(NamedTuple):
-    """Where one data-parallel rank publishes its KV events, and replays them."""
+    """The endpoints of one data-parallel rank's KV events, and of their replay."""
 
     rank: int
     events: str
@@ -54,15 +54,15 @@ class Member:
     """One engine.
 
     Attributes:
-        url: base URL, as ``engine_name`` writes it.
-        roles: what it may do; at least one.
-        events, replay: ZeroMQ endpoints of rank 0, ``tcp://{host}:5557``; None where the
-            engine publishes no events, or replays none.
-        ranks: data-parallel ranks behind the URL.
-        draining: it finishes its requests and gets no new ones.
+        url: base URL, normalized by ``engine_name``.
+        roles: at least one.
+        events, replay: ZeroMQ endpoints of rank 0, ``tcp://{host}:5557``; None where the engine
+            publishes or replays no events.
+        ranks: number of data-parallel ranks behind the URL.
+        draining: the engine finishes its requests and gets no new ones.
 
     Raises:
-        BadSetting: a value makes no sense; ``BadMember`` names the field.
+        BadSetting: a value is invalid; ``BadMember`` names the field.
     """
 
     url: str
@@ -85,7 +85,7 @@ class Member:
         self._check_apart()
 
     def _check_apart(self) -> None:
-        """vLLM adds the rank to both ports, and a port can be bound once."""
+        """Check that the ports of events and replay do not overlap: vLLM adds the rank to both."""
         events = self._endpoint("events", self.events)
         replay = self._endpoint("replay", self.replay)
         if events is None or replay is None or events[0] != replay[0]:
@@ -109,12 +109,12 @@ class Member:
 
     @property
     def host(self) -> str:
-        """The URL's host as endpoints write it: IPv6 in brackets."""
+        """The URL's host in the form of endpoints: IPv6 in brackets."""
         host = urlsplit(self.url).hostname or ""
         return f"[{host}]" if ":" in host else host
 
     def event_endpoints(self) -> tuple[EventEndpoints, ...]:
-        """One entry per rank; none where the engine publishes no events.
+        """One entry per rank; empty where the engine publishes no events.
 
         >>> one = parse_member("-p", "http://[::1]:8000,events=tcp://{host}:5557", Role)
         >>> one.event_endpoints()
@@ -136,14 +136,14 @@ class Member:
         return f"{address}:{int(port) + rank}"
 
     def joined(self, other: Member) -> Member:
-        """This engine as both describe it: all roles, the endpoints of the first with any."""
+        """This engine merged with another entry: all roles, the endpoints of the first with any."""
         first = other if self.events is None and other.events is not None else self
         roles, draining = self.roles | other.roles, self.draining or other.draining
         return replace(first, roles=roles, draining=draining)
 
 
 def merged(members: Iterable[Member]) -> tuple[Member, ...]:
-    """Each engine once, in the order of their first mention."""
+    """Each engine once, in the order of first mention."""
     by_url: dict[str, Member] = {}
     for member in members:
         known = by_url.get(member.url)
@@ -152,10 +152,10 @@ def merged(members: Iterable[Member]) -> tuple[Member, ...]:
 
 
 def parse_member(option: str, word: str, roles: Iterable[Role]) -> Member:
-    """An engine from a word of the command line, ``URL[,key=value...]``.
+    """Parse an engine from the command line: ``URL[,key=value...]``.
 
     Raises:
-        BadSetting: names the option, and of an unknown key the nearest known one.
+        BadSetting: names the option, and for an unknown key the nearest known one.
     """
     url, *pairs = word.split(",")
     given: dict[str, str] = {}
@@ -182,7 +182,7 @@ def engine_name(field: str, url: str) -> str:
     """Check an engine's base URL and normalize it.
 
     Raises:
-        BadSetting: not an http or https URL of a host, or more than that.
+        BadSetting: not an http or https URL of a host, or a URL with further parts.
 
     >>> engine_name("--prefill", "http://localhost:8100/")
     'http://localhost:8100'
@@ -190,7 +190,7 @@ def engine_name(field: str, url: str) -> str:
     expected = "http://HOST:PORT"
     try:
         parts = urlsplit(url)
-        port = parts.port  # raises when it is no number or out of range
+        port = parts.port  # raises for a port that is no number or out of range
     except ValueError as error:
         raise BadSetting(field, f"{expected} ({error})", url) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
@@ -198,7 +198,7 @@ def engine_name(field: str, url: str) -> str:
         raise BadSetting(field, expected, url, hint)
     before, openai, _ = f"{parts.path}/".partition("/v1/")
     if openai:
-        # The base URL of OpenAI's clients ends in /v1, and requests would ask for /v1/v1/...
+        # Base URLs of OpenAI clients end in /v1; requests would go to /v1/v1/...
         hint = f"did you mean {f'{parts.scheme}://{parts.netloc}{before}'!r}?"
         raise BadSetting(field, f"{expected} without /v1, which is of each request", url, hint)
     if parts.username is not None or parts.query or parts.fragment:

@@ -1,7 +1,7 @@
-"""Samples of a Prometheus page, within bounds.  Pure, and takes any text.
+"""Samples of a Prometheus page, within bounds.  Pure; accepts any text.
 
-``prometheus_client.parser`` parses, one line at a time: only lines of the metrics that are wanted,
-each no longer than ``MAX_LINE``, so that a line that makes no sense costs itself alone.
+``prometheus_client.parser`` parses one line at a time: only lines of the wanted metrics, each no
+longer than ``MAX_LINE``, so that a malformed line costs only itself.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-#: vLLM's page is some hundred KiB; a longer one is not read.
+#: vLLM's page has some hundred KiB; the rest of a longer one is not read.
 MAX_PAGE_NBYTES = 4 << 20
-#: Characters of a line: a name, some labels, a number.
+#: Characters of a line: a name, labels and a number.
 MAX_LINE = 4096
-#: Characters that are given to the parser, of all lines together: a thousand ranks' or more.
-#: It takes up to 0.3 s for these, in which the router does nothing else.
+#: Characters passed to the parser, over all lines: a thousand ranks or more.  Parsing them blocks
+#: the router's event loop for up to 0.3 s.
 MAX_PARSED = 256 << 10
-#: The largest sensible count; above it floats skip whole numbers.
+#: The largest plausible count; above it floats skip integers.
 MAX_COUNT = float(1 << 53)
 
 
 @dataclass(frozen=True, slots=True)
 class PageValues:
-    """Values of a page by metric.
+    """The values of a page by metric.
 
     Attributes:
-        by_name: of each rank and label; without the metrics that the page does not have.
-        num_ignored: lines of these metrics that made no sense.
+        by_name: one value per rank and labels; without the metrics that the page lacks.
+        num_ignored: malformed lines of these metrics.
     """
 
     by_name: Mapping[str, Sequence[float]]
     num_ignored: int
 
     def total(self, name: str) -> int | None:
-        """The sum over ranks and labels; None where the page does not have the metric."""
+        """The sum over ranks and labels; None where the page lacks the metric."""
         return int(sum(self.by_name[name])) if name in self.by_name else None
 
 
 def read_values(
     text: str, limits: Mapping[str, float], max_nbytes: int = MAX_PAGE_NBYTES
 ) -> PageValues:
-    """Values of the metrics that ``limits`` names, each from 0 to its limit.
+    """The values of the metrics in ``limits``, each between 0 and its limit.
 
     Only the first ``max_nbytes`` characters are read, up to a whole line.
 
@@ -59,7 +59,7 @@ def read_values(
     num_parsed = num_ignored = 0
     for line in text.split("\n"):
         if not line.startswith(names) or _name(line) not in limits:
-            continue  # also a longer name: vllm:num_requests_waiting_by_reason
+            continue  # a longer name, such as vllm:num_requests_waiting_by_reason
         num_parsed += min(len(line), MAX_LINE)
         if num_parsed > MAX_PARSED:
             break
@@ -72,7 +72,7 @@ def read_values(
 
 
 def all_samples(text: str) -> list[Sample]:
-    """Every sample of a page of an engine of our own, unbounded."""
+    """Every sample of a page, without bounds; for pages of trusted engines."""
     return [sample for each in text_string_to_metric_families(text) for sample in each.samples]
 
 
@@ -83,9 +83,9 @@ def _name(line: str) -> str:
 
 
 def _sample(line: str, limits: Mapping[str, float]) -> Sample | None:
-    """The sample of a line, or None where it makes no sense."""
+    """The sample of a line, or None for a malformed one."""
     after_labels = line.rpartition("}")[2].split() if "}" in line else line.split()[1:]
-    if len(line) > MAX_LINE or len(after_labels) > 2:  # a value and perhaps a time stamp
+    if len(line) > MAX_LINE or len(after_labels) > 2:  # a value and an optional time stamp
         return None
     try:
         (sample,) = all_samples(line)

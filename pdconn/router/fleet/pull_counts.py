@@ -1,14 +1,14 @@
-"""What engines count of their pulls, and why pulls failed.  Pure.
+"""The engines' counters of pulls, and the causes of failed pulls.  Pure.
 
-A router hands tickets over and does not see whether decode could use them: a pull that fails is
-computed again, or its request fails, as ``kv_load_failure_policy`` says.  The engines' own counters
-do say it.  They count per rank and since an engine's start, so what matters is how much they grow.
+A router hands tickets over and does not see whether decode could use them: after a failed pull the
+prompt is recomputed, or the request fails, as ``kv_load_failure_policy`` says.  The engines' own
+counters show it.  They count per rank and since an engine's start, so their growth is what matters.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from pdconn.protocol.messages import RefusalReason
@@ -17,15 +17,15 @@ from pdconn.router.fleet.prometheus_page import PageValues
 PULLS = "pdconn:pulls_total"
 FAILED = "vllm:nixl_num_failed_transfers_total"
 READS = "vllm:nixl_xfer_time_seconds_count"
-"""Of vLLM's NixlConnector, which has no counter of its own for pulls that succeeded."""
+"""Failed transfers of vLLM's NixlConnector, which has no counter of successful pulls."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullCause:
-    """A counter of failed pulls: what it counts, in words after a number, and a remedy.
+    """A counter of failed pulls: its meaning, in words that follow a number, and a remedy.
 
     Attributes:
-        is_apart: of tickets of which no pull has begun, so that ``FAILED`` does not count them.
+        is_apart: counts tickets whose pull never began, which ``FAILED`` does not count.
     """
 
     metric: str
@@ -98,7 +98,7 @@ PULL_CAUSES = (
         is_apart=True,
     ),
 )
-"""Most failed pulls are of exactly one of them; some (a plan that cannot be made) of none."""
+"""Most failed pulls have exactly one cause; some (a plan that cannot be made) have none."""
 
 COUNTERS = (PULLS, FAILED, READS, *(one.metric for one in PULL_CAUSES))
 _LOG = "its log names the reason of each; docs/troubleshooting.md lists them"
@@ -109,9 +109,9 @@ class PullCounts:
     """An engine's counters of pulls.
 
     Attributes:
-        received: pulls whose KV arrived and was proven.
-        failed: that failed, and tickets of which no pull began.
-        causes: by metric, of those of ``PULL_CAUSES`` that are not 0.
+        received: pulls whose KV arrived and was verified.
+        failed: pulls that failed, and tickets whose pull never began.
+        causes: the counters among ``PULL_CAUSES`` that are not 0, by metric.
     """
 
     received: int
@@ -119,8 +119,8 @@ class PullCounts:
     causes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, totals: Mapping[str, int]) -> PullCounts | None:
-        """Of a page's totals by metric; None where it counts no pulls."""
+    def from_totals(cls, totals: Mapping[str, int]) -> PullCounts | None:
+        """Counters from a page's totals by metric; None where the engine counts no pulls."""
         if PULLS not in totals and READS not in totals:
             return None
         causes = {one.metric: totals.get(one.metric, 0) for one in PULL_CAUSES}
@@ -132,13 +132,13 @@ class PullCounts:
         )
 
     @classmethod
-    def of_page(cls, values: PageValues) -> PullCounts | None:
-        """Of a page; None where it counts no pulls."""
+    def from_page(cls, values: PageValues) -> PullCounts | None:
+        """Counters from a page; None where the engine counts no pulls."""
         totals = {name: values.total(name) for name in COUNTERS}
-        return cls.of({name: total for name, total in totals.items() if total is not None})
+        return cls.from_totals({name: total for name, total in totals.items() if total is not None})
 
     def since(self, before: PullCounts) -> PullCounts:
-        """How much they have grown; all of them where the engine restarted meanwhile."""
+        """The growth since ``before``; the whole counters if the engine restarted in between."""
         if self.received < before.received or self.failed < before.failed:
             return self
         causes = {name: n - before.causes.get(name, 0) for name, n in self.causes.items()}
@@ -150,12 +150,12 @@ class PullCounts:
 
     @property
     def tried(self) -> int:
-        """Received or failed."""
+        """Pulls that were received or failed."""
         return self.received + self.failed
 
     @property
     def why(self) -> str:
-        """The causes in words, the most frequent one first; empty where none is known.
+        """The causes in words, most frequent first; empty if none is known.
 
         >>> PullCounts(0, 3, {"pdconn:pulls_unverified_total": 3}).why
         '3 without checksums to compare'
@@ -164,7 +164,7 @@ class PullCounts:
 
     @property
     def remedy(self) -> str:
-        """Of the most frequent cause."""
+        """The remedy for the most frequent cause."""
         known = self._known()
         return known[0].remedy if known else _LOG
 
@@ -180,13 +180,13 @@ STEP_S = 10.0
 
 
 class RecentPulls:
-    """What engines counted lately: over the last ``WINDOW_S``, in steps of ``STEP_S``."""
+    """The growth of the engines' counters over the last ``WINDOW_S``, in steps of ``STEP_S``."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, PullCounts]]] = {}
 
-    def observe(self, engine: str, counts: PullCounts | None, now: float) -> PullCounts:
-        """Note an engine's counters; returns their growth since they were noted last."""
+    def note_counts(self, engine: str, counts: PullCounts | None, now: float) -> PullCounts:
+        """Note an engine's counters; returns their growth since the previous call."""
         if counts is None:
             return NO_PULLS
         seen = self._seen.setdefault(engine, deque([(now, counts)]))
@@ -203,6 +203,6 @@ class RecentPulls:
         seen = self._seen.get(engine)
         return NO_PULLS if seen is None else seen[-1][1].since(seen[0][1])
 
-    def keep(self, engines: tuple[str, ...]) -> None:
-        """Drop all other engines."""
+    def keep_engines(self, engines: Collection[str]) -> None:
+        """Forget all other engines."""
         self._seen = {name: one for name, one in self._seen.items() if name in engines}

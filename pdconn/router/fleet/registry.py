@@ -1,27 +1,27 @@
-"""The engines of the fleet, and which of them get requests.  Pure: no clock, no IO.
+"""The engines of the fleet, and their eligibility for requests.  Pure: no clock, no IO.
 
     up ──a request failed──► down ──/health answers 200──► up
                               │ ▲
                               └─┘ /health fails: the next probe waits twice as long
 
-An engine counts as up until a request to it fails; nothing is probed while everything works.
-One engine may hold both roles, and is down for both.
+An engine counts as up until a request to it fails; nothing is probed while requests succeed.  An
+engine with both roles goes down in both.
 
-One that is up and answers 429, 500, 502, 503 or 504, or breaks connections off, keeps its share of
-requests until ``MOST_IN_A_ROW`` of them have failed without one that was answered between.  Then it
-rests: 1 s, 2, 4, 8, 15, 15, ... until the next failure, or its next answer ends that.  One that
-says how long (``Retry-After``) rests that long, from the first time.
+An engine that is up and answers 429, 500, 502, 503 or 504, or breaks connections, keeps its share
+of requests until ``MOST_IN_A_ROW`` of them have failed without a success in between.  Then it
+rests: 1 s, 2, 4, 8, 15, 15, ... until the next failure; its next successful answer ends that.  An
+engine that sends ``Retry-After`` rests for that long, from its first failure.
 
     ANSWERS ──fails, three in a row──► RESTS ──time──► gets requests again ──fails──► RESTS, longer
        ▲                                                         │
        └──────────────────────────answers────────────────────────┘
 
-An engine that rests is asked only where no other is left.
+A resting engine is asked only if no other is left.
 
-Engines join, drain and leave while requests run (``update``).  A draining engine gets no new
-requests and finishes those it has; an engine that left is forgotten, and answers that it still
-sends reach their clients.  What keeps something per engine (probes, metrics, loads) compares
-that with the registry after an update, so a missed notification does no lasting harm.
+Engines join, drain and leave while requests run (``update``).  A draining engine finishes its
+requests and gets no new ones; an engine that left is removed, and answers that it still sends reach
+their clients.  Components with state per engine (probes, metrics, loads) compare it with the
+registry after each update, so a missed notification has no lasting effect.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from pdconn.router.errors import EngineFailure
 from pdconn.router.fleet.member import Member, Role, merged
 
 MOST_IN_A_ROW = 3
-"""As few as one may be the request's own fault, and a client could send such requests."""
+"""Small, but above 1: one failure may be the request's own, and a client could repeat it."""
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 15.0
-"""As between two probes of an engine that is down."""
+"""Rest times in seconds, as between two probes of an engine that is down."""
 LONGEST_NAMED_S = 60.0
-"""Bound of what an engine names itself: no header takes it out for good."""
+"""Maximum of ``Retry-After``: no header removes an engine for good."""
 
 
 @dataclass(slots=True)
@@ -49,26 +49,29 @@ class _Failing:
 
 
 class EngineRests:
-    """Which engines rest."""
+    """Tracks which engines rest."""
 
     def __init__(self) -> None:
         self._failing: dict[str, _Failing] = {}
 
     def __len__(self) -> int:
-        """Engines whose last request failed: as a rule none."""
+        """Engines whose last request failed; usually 0."""
         return len(self._failing)
 
     def note_failure(self, engine: str, now: float, named_s: float | None = None) -> float | None:
-        """Note a failure; the seconds that the engine rests from now on, if it does.
+        """Note a failure; returns the seconds that the engine rests from now on, if it does.
 
-        Failures of requests that were sent before it rested count once: it rests already.
+        Failures of requests that were sent before the rest began count once.
         """
         failing = self._failing.setdefault(engine, _Failing())
+        # 1. It rests already: the request was sent before.
         if now < failing.until_s and named_s is None:
             return None
+        # 2. From MOST_IN_A_ROW failures on, each one doubles the rest.
         failing.in_a_row += 1
         over = failing.in_a_row - MOST_IN_A_ROW
         rest_s = min(FIRST_REST_S * 2.0 ** min(over, 16), LONGEST_REST_S) if over >= 0 else 0.0
+        # 3. The engine names a time itself (Retry-After), also at its first failure.
         if named_s is not None:
             rest_s = max(rest_s, min(named_s, LONGEST_NAMED_S))
         if not rest_s:
@@ -76,17 +79,17 @@ class EngineRests:
         failing.until_s = max(failing.until_s, now + rest_s)
         return rest_s
 
-    def note_answer(self, engine: str) -> None:
-        """Note an answer that is no such failure."""
+    def note_success(self, engine: str) -> None:
+        """Note an answer that is not such a failure."""
         self._failing.pop(engine, None)
 
     def is_resting(self, engine: str, now: float) -> bool:
-        """Whether others are asked before it."""
+        """Whether other engines are preferred now."""
         failing = self._failing.get(engine)
         return failing is not None and now < failing.until_s
 
-    def keep(self, engines: Collection[str]) -> None:
-        """Forget the engines that are not among these."""
+    def keep_engines(self, engines: Collection[str]) -> None:
+        """Forget all other engines."""
         self._failing = {name: one for name, one in self._failing.items() if name in engines}
 
 
@@ -94,17 +97,24 @@ FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 15.0
 
 
+class KeptPerEngine(Protocol):
+    """State per engine, without a reference to the registry."""
+
+    def keep_engines(self, engines: Collection[str]) -> None:
+        """Forget all other engines."""
+
+
 class FleetFollower(Protocol):
-    """Keeps something per engine, and compares that with the registry after an update."""
+    """A component with state per engine, which it compares with the registry after an update."""
 
     def fleet_changed(self) -> None:
-        """Engines have joined or left."""
+        """React to engines that joined or left."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """An engine is down: why, and how many requests and probes in a row have failed."""
+    """Why an engine is down, and how many requests and probes in a row have failed."""
 
     why: str
     num_failures: int
@@ -119,7 +129,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What an update changed, by engine; ``resumed`` engines do not drain any more."""
+    """The engines that an update changed; ``resumed`` ones no longer drain."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
@@ -138,17 +148,17 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """What ``Changes`` compares of an engine."""
+    """The state of an engine that ``Changes`` compares."""
 
     roles: tuple[Role, ...]
     draining: bool
 
 
 class EngineRegistry:
-    """Every engine by role, those that drain, and the outage of each that is down.
+    """All engines by role, the draining ones, and the outage of each that is down.
 
     Attributes:
-        rests: of engines that are up and refuse requests again and again.
+        rests: engines that are up but keep failing requests.
     """
 
     def __init__(
@@ -174,7 +184,7 @@ class EngineRegistry:
         return engines
 
     def update(self, members: Iterable[Member]) -> Changes:
-        """Make these the fleet; engines that stay keep their outages."""
+        """Replace the fleet; engines that stay keep their outages."""
         before = self._standings()
         fleet = merged(members)
         self._by_role = {role: tuple(m.url for m in fleet if role in m.roles) for role in Role}
@@ -182,7 +192,7 @@ class EngineRegistry:
         after = self._standings()
         for name in before.keys() - after.keys():
             self._outages.pop(name, None)
-        self.rests.keep(after)
+        self.rests.keep_engines(after)
         return _compare(before, after)
 
     def _standings(self) -> dict[str, _Standing]:
@@ -196,22 +206,22 @@ class EngineRegistry:
         """Every engine once, prefill first."""
         return tuple(dict.fromkeys(self._by_role[Role.PREFILL] + self._by_role[Role.DECODE]))
 
-    def of(self, role: Role) -> tuple[str, ...]:
+    def in_role(self, role: Role) -> tuple[str, ...]:
         """The engines of a role, up, draining or down."""
         return self._by_role[role]
 
     def roles(self, engine: str) -> tuple[Role, ...]:
-        """The roles an engine holds."""
+        """The roles of an engine."""
         return tuple(role for role in Role if engine in self._by_role[role])
 
     def live(self, role: Role, among: frozenset[str] | None = None) -> tuple[str, ...]:
-        """The engines of a role that get requests: up and not draining; ``among``: of these."""
+        """The engines of a role that get requests: up and not draining; restricted to ``among``."""
         out = self._outages.keys() | self._draining
         live = (name for name in self._by_role[role] if name not in out)
         return tuple(live if among is None else (name for name in live if name in among))
 
     def awake(self, role: Role, among: frozenset[str] | None, now: float) -> tuple[str, ...]:
-        """Those of ``live`` that do not rest."""
+        """The engines of ``live`` that do not rest."""
         live = self.live(role, among)
         if not len(self.rests):
             return live
@@ -222,20 +232,20 @@ class EngineRegistry:
         return engine in self._draining
 
     def outage(self, engine: str) -> Outage | None:
-        """Why an engine is down; None if it is up."""
+        """The outage of an engine; None if it is up."""
         return self._outages.get(engine)
 
     def failures(
         self, role: Role, tried: Sequence[EngineFailure] = ()
     ) -> tuple[EngineFailure, ...]:
-        """Why each engine of a role failed: those tried, then those that get no requests."""
+        """Why each engine of a role failed: the tried ones, then those that get no requests."""
         asked = {one.engine for one in tried}
         known = ((name, self._why_not(name)) for name in self._by_role[role] if name not in asked)
         return (*tried, *(EngineFailure(name, why) for name, why in known if why is not None))
 
     def _why_not(self, engine: str) -> str | None:
         if self.is_draining(engine):
-            return "draining"  # whether it is up or down
+            return "draining"  # regardless of whether it is up
         outage = self._outages.get(engine)
         return None if outage is None else outage.why
 
@@ -243,7 +253,7 @@ class EngineRegistry:
         """Note that a request or a probe failed.
 
         Raises:
-            KeyError: the engine is not in the fleet, and its outage would stay for ever.
+            KeyError: the engine is not in the fleet; its outage would never be removed.
         """
         if engine not in self:
             raise KeyError(engine)
@@ -254,7 +264,7 @@ class EngineRegistry:
         return outage
 
     def mark_up(self, engine: str) -> bool:
-        """Note that an engine answers; True if it was down."""
+        """Note that an engine answers; returns True if it was down."""
         return self._outages.pop(engine, None) is not None
 
 

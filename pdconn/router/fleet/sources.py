@@ -4,8 +4,8 @@
     file  ───┼── members ──► merged ──► changed? ──► on_change
     DNS   ───┘
 
-A source may fail at any moment: a file is half written, a name server restarts.  That must not
-remove engines, so a source that fails repeats its last good answer.
+A source may fail at any time: a file is half written, a name server restarts.  That must not remove
+engines, so a source that fails repeats its last valid answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdconn.router.fleet.member import Member, Role, engine_name, merged, parse_
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
-#: How long addresses stay after the last DNS answer that had any.
+#: Seconds that addresses are kept after the last DNS answer that had any.
 KEEP_S = 60.0
 _RESOLVE_TIMEOUT_S = 2.0
 DNS = "dns+"
@@ -41,10 +41,10 @@ class FleetSource(Protocol):
     """A source of engines."""
 
     async def members(self) -> Members:
-        """The engines of now; never called concurrently.
+        """The current engines; never called concurrently.
 
         Raises:
-            BadSetting: on the first call only, when there is no last good answer.
+            BadSetting: on the first call only, when there is no earlier valid answer.
         """
         ...
 
@@ -54,10 +54,10 @@ class FleetSource(Protocol):
 
 
 def parse_source(option: str, word: str, roles: Iterable[Role]) -> FleetSource:
-    """The source that a word of the command line names: an engine, or all behind a DNS name.
+    """The source for a word of the command line: an engine, or all engines behind a DNS name.
 
     Raises:
-        BadSetting: names the option.
+        BadSetting: the word is malformed; names the option.
     """
     if not word.startswith(DNS):
         return Static((parse_member(option, word, roles),))
@@ -68,20 +68,20 @@ def parse_source(option: str, word: str, roles: Iterable[Role]) -> FleetSource:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Engines of the command line."""
+    """The engines of the command line."""
 
     engines: Members
 
     async def members(self) -> Members:
-        """Always the same."""
+        """The same engines on every call."""
         return self.engines
 
     async def close(self) -> None:
-        """There is nothing to stop."""
+        """No-op."""
 
 
 class WatchedFile:
-    """A fleet file, read again when its stat changes."""
+    """A fleet file, reloaded when its stat changes."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class WatchedFile:
         self._stamp: tuple[int, ...] | None = None
 
     async def members(self) -> Members:
-        """Those of the last valid version; a thread waits for the disk."""
+        """The engines of the last valid version; the file is read in a thread."""
         return await asyncio.to_thread(self._load)
 
     async def close(self) -> None:
-        """There is nothing to stop."""
+        """No-op."""
 
     def _load(self) -> Members:
-        # The stamp is taken before reading, so that a write in between is noticed next time.
+        # The stamp is taken before reading, so that a concurrent write is detected next time.
         stamp = _stamp(self._path)
         if self._good is not None and stamp == self._stamp:
             return self._good
@@ -116,7 +116,7 @@ class WatchedFile:
 
 
 def _stamp(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
-    """Differs between versions; ctime notices what keeps the mtime (chmod, cp -p)."""
+    """A stamp that differs between versions; ctime detects changes that keep the mtime (cp -p)."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -132,11 +132,11 @@ async def resolve(name: str) -> Sequence[str]:
 
 
 class DnsName:
-    """One engine at each address of a DNS name, equal except for the address.
+    """One engine at each address of a DNS name, identical except for the address.
 
     ``like`` is an engine with the name as its host.  An answer without addresses counts as a
-    failure: a headless service answers so while its pods restart.  After ``keep_s`` without
-    a good answer the engines are removed.
+    failure: a headless service gives one while its pods restart.  After ``keep_s`` without a valid
+    answer the engines are removed.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class DnsName:
         self._asking: asyncio.Task[Sequence[str]] | None = None
 
     async def members(self) -> Members:
-        """An engine per address, in the addresses' order: answers come shuffled."""
+        """One engine per address, sorted by address: the order of DNS answers is random."""
         try:
             addresses = await self._ask()
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
@@ -181,10 +181,10 @@ class DnsName:
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _ask(self) -> Sequence[str]:
-        """An answer, perhaps to the previous query.
+        """An answer, possibly to the previous query.
 
-        Resolving occupies a thread of a small pool and cannot be cancelled: while one query
-        hangs, no other is sent.
+        Resolving occupies a thread of a small pool and cannot be cancelled: while one query hangs,
+        no further one is sent.
         """
         if self._asking is None:
             self._asking = asyncio.create_task(self._query(), name="resolve")
@@ -224,7 +224,7 @@ class DnsName:
 class FleetWatch:
     """Polls the sources, and calls ``on_change`` when the fleet changes.
 
-    As a context manager it calls ``on_change`` with the first fleet before its block runs.
+    As a context manager, calls ``on_change`` with the first fleet before its block runs.
 
     >>> async with FleetWatch(sources, engines.update):  # doctest: +SKIP
     ...     await serve()

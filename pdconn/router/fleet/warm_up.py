@@ -1,20 +1,20 @@
-"""Warm-up of the fleet: a short prompt from every prefill to every decode engine, before clients'.
+"""Warm-up: a short prompt from every prefill to every decode engine, before client requests.
 
-An engine's first request loads much that later ones find, and so does the first hand-over between
-two engines.  With ``--warm-up`` the router makes both before it listens, and again where an engine
-joins or comes back::
+An engine's first request initializes much that later ones reuse, and so does the first hand-over
+between two engines.  With ``--warm-up`` the router performs both before it listens, and again when
+an engine joins or comes back::
 
     /v1/models ──► name of the model
     prefill: the prompt, one token ──► ticket ──► decode: the same prompt, two tokens
-    the router itself: one request on a client's way, which counts as none
+    the router itself: one request along the path of client requests, not counted
 
-A pair is warm once decode's own counters say that it pulled: an answer says nothing, since an
-engine whose pull fails computes the prompt itself.
+A pair is warm once decode's own counters show a pull.  An answer alone proves nothing: an engine
+whose pull fails computes the prompt itself.
 
-One hand-over at a time, each engine once before any engine twice.  A pair that fails is tried
-again after a pause that grows; a pair that an engine refuses (with 4xx, without a ticket, or
-without counters) is left alone.  No client waits for a warm-up but those of the time before the
-router listens, which is bounded; and it marks no engine as down.
+Hand-overs run one at a time, each engine once before any engine twice.  A pair that fails is
+retried at growing intervals; a pair that an engine rejects (4xx, no ticket, or no counters) is
+skipped.  Clients wait for a warm-up only before the router listens, for a bounded time; and a
+failed warm-up marks no engine as down.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from pdconn.router.openai.requests import TICKET_FIELD
 log = logging.getLogger(__name__)
 
 COUNTED_S = 2.0
-"""For decode's counters: vLLM hands them on with its steps, and the last step is over."""
+"""Wait for decode's counters: vLLM publishes them with its steps, and the last step has ended."""
 LOOK_EVERY_S = 0.05
 
 PAIR_S = 30.0
-"""The time of one hand-over; a cold engine may compile for longer, and is tried again."""
+"""Time-out of one hand-over; a cold engine may compile for longer, and is retried."""
 
 _WORDS = 64
 _PATH = "/v1/completions"
@@ -63,7 +63,7 @@ Send = Callable[[bytes, CIMultiDict[str]], Awaitable[None]]
 
 
 class Pair(NamedTuple):
-    """Two engines, one of which hands over to the other."""
+    """A prefill and a decode engine."""
 
     prefill: str
     decode: str
@@ -71,35 +71,35 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WarmUpPauses:
-    """Seconds between two rounds with failures: ``first_s``, then twice as long each time."""
+    """Seconds between two rounds with failures: ``first_s``, then doubled each time."""
 
     first_s: float = 1.0
     longest_s: float = 30.0
 
 
 class TakesNoPart(Exception):
-    """An engine will never take part; the text says why."""
+    """An engine can never be warmed; the message says why."""
 
 
 class NotYet(Exception):
-    """An engine does not answer; perhaps it will."""
+    """An engine does not answer yet."""
 
 
 class NotPulled(NotYet):
-    """Decode answered, and its counters say that it did not pull."""
+    """Decode answered, but its counters show no pull."""
 
 
 class FleetWarmUp:
     """Keeps every pair of the fleet warm.
 
     Args:
-        engines: those to warm.
-        client: their connections.
-        limit_s: how long :meth:`wait` waits; None warms nothing.
-        send: takes a body and headers through the router as if a client had sent them.
-        authorization: the ``Authorization`` that engines ask for now, if any.
-        pauses: between rounds with failures.
-        pair_s: the time of one hand-over.
+        engines: the engines to warm.
+        client: HTTP client for them.
+        limit_s: the longest wait of :meth:`wait_until_warm`; None disables warm-up.
+        send: passes a body and headers through the router as if a client had sent them.
+        authorization: the ``Authorization`` of the router's own requests, if any.
+        pauses: pauses between rounds with failures.
+        pair_s: time-out of one hand-over.
     """
 
     def __init__(
@@ -127,23 +127,23 @@ class FleetWarmUp:
 
     @property
     def num_warm(self) -> int:
-        """Pairs of which decode has pulled."""
+        """Pairs whose decode has pulled."""
         return sum(self._done.values())
 
     def fleet_changed(self) -> None:
-        """Warm what joined, forget what left."""
+        """Warm engines that joined, forget engines that left."""
         pairs = set(self._pairs())
         self._done = {pair: warm for pair, warm in self._done.items() if pair in pairs}
         self._named &= pairs
         self._begin()
 
     def engine_up(self, engine: str) -> None:
-        """An engine answers again, so it may be another boot."""
+        """Warm an engine that answers again, as it may have restarted."""
         self._done = {pair: warm for pair, warm in self._done.items() if engine not in pair}
         self._begin()
 
-    async def wait(self) -> None:
-        """Wait until no pair is left to warm, or ``limit_s``; the rest is warmed meanwhile."""
+    async def wait_until_warm(self) -> None:
+        """Wait until every pair is warm, at most ``limit_s``; warming goes on in the background."""
         self._begin()
         if self._task is None:
             return
@@ -165,7 +165,7 @@ class FleetWarmUp:
             self._task = asyncio.create_task(self._run(), name="warm up the fleet")
 
     def _pairs(self) -> list[Pair]:
-        """All pairs, in an order in which each engine comes early."""
+        """All pairs, ordered so that each engine comes early."""
         prefill, decode = (self._engines.live(role) for role in (Role.PREFILL, Role.DECODE))
         count = max(len(prefill), len(decode))
         places = [(at, (at + shift) % count) for shift in range(count) for at in range(count)]
@@ -206,7 +206,7 @@ class FleetWarmUp:
                 pause_s = min(2 * pause_s, self._pauses.longest_s)
 
     async def _send_one(self) -> None:
-        """The router's own paths, too, are taken for the first time once."""
+        """Warm the router's own code paths, once."""
         warm = next((pair for pair, is_warm in self._done.items() if is_warm), None)
         if warm is None:
             return
@@ -235,7 +235,7 @@ class FleetWarmUp:
     async def _counted(
         self, decode: str, before: PullCounts, fields: dict[str, object], salt: str
     ) -> PullCounts:
-        """What decode has counted since ``before``; a step more brings what the last one left."""
+        """Decode's counters since ``before``; one more step publishes those of the last one."""
         until_s = time.monotonic() + COUNTED_S
         asked = False
         while not (grown := (await self._pulls(decode)).since(before)).tried:
@@ -249,8 +249,8 @@ class FleetWarmUp:
 
     async def _pulls(self, engine: str) -> PullCounts:
         headers = CIMultiDict({"Accept-Encoding": "identity"})
-        async with await self._client.get(engine, "/metrics", headers) as answer:
-            page = await answer.rest()
+        async with await self._client.get_page(engine, "/metrics", headers) as answer:
+            page = await answer.read_rest()
             _check(engine, "/metrics", answer.status)
         counts = parse_metrics(page.decode("utf-8", "replace")).pulls
         if counts is None:
@@ -258,8 +258,8 @@ class FleetWarmUp:
         return counts
 
     async def _model(self, engine: str) -> str:
-        async with await self._client.get(engine, "/v1/models", self._headers()) as answer:
-            raw = await answer.rest()
+        async with await self._client.get_page(engine, "/v1/models", self._headers()) as answer:
+            raw = await answer.read_rest()
             _check(engine, "/v1/models", answer.status)
         try:
             names = base_models(raw)
@@ -272,8 +272,8 @@ class FleetWarmUp:
     async def _post(self, engine: str, fields: dict[str, object], salt: str) -> bytes:
         headers = self._headers(**_HEADERS, **{"X-Request-Id": f"pdconn-warm-up-{salt}"})
         body = msgspec.json.encode(fields)
-        async with await self._client.post(engine, _PATH, body, headers) as answer:
-            raw = await answer.rest()
+        async with await self._client.post_body(engine, _PATH, body, headers) as answer:
+            raw = await answer.read_rest()
             _check(engine, _PATH, answer.status)
             return raw
 
@@ -283,7 +283,7 @@ class FleetWarmUp:
 
 
 def _fields(model: str) -> tuple[dict[str, object], str]:
-    """A request and its salt: a prompt of its own, as a cached one would not be handed over."""
+    """A request and its salt: a unique prompt, as a cached one would not be handed over."""
     salt = secrets.token_hex(8)
     prompt = " ".join([salt, *(f"w{number}" for number in range(_WORDS))])
     return {"model": model, "prompt": prompt, "temperature": 0}, salt

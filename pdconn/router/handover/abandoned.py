@@ -1,24 +1,24 @@
-"""Requests whose client has left: abort them without leaving blocks lent.
+"""Requests whose clients left: aborts them without leaving blocks lent.
 
-Prefill keeps a request's blocks until decode reports that it is done with them, or until
-their lease ends, many seconds later.  Closing the connection to an engine aborts the request
-there, but not in every state::
+Prefill keeps a request's blocks until decode reports that it is done with them, or until their
+lease ends, many seconds later.  Closing the connection to an engine aborts the request there, but
+not in every state::
 
     client ──► prefill ──ticket──► decode ──► client
                   │         │         │
     if it leaves: close,    return    close,
                   later     it        later
 
-* Between the end of a prefill and the head of its answer the blocks are lent and the ticket is
-  not here yet: closing then loses it.  A short prefill spends much of its time there.  So
-  prefill gets ``PATIENCE_S`` to finish, and its ticket is returned; a longer prefill is
-  aborted, and seldom in that moment.
+* Between the end of a prefill and the head of its answer the blocks are lent and the ticket has not
+  arrived: closing then loses the ticket.  A short prefill spends much of its time there.  So
+  prefill gets ``PATIENCE_S`` to finish, and its ticket is returned; a longer prefill is aborted,
+  which rarely hits that moment.
 * A ticket that no decode engine has seen is returned through one (``ticket_return``).
-* vLLM's HTTP server drops a request whose client left before the server read it, without
-  telling the connector.  After ``PATIENCE_S``, or at the first byte of an answer, the engine
-  knows the request; closing then aborts it, and the engine reports it to the lender.
+* vLLM's HTTP server drops a request whose client left before the server read it, without notifying
+  the connector.  After ``PATIENCE_S``, or at the first byte of an answer, the engine has the
+  request; closing then aborts it, and the engine reports that to the lender.
 
-The lease frees what none of this does.
+The lease frees blocks that none of this frees.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pdconn.router.fleet.client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.routing.routed_request import Abandoned, ClientLeft, RoutedRequest, StepKind
 
-#: Long for what it waits for, which takes milliseconds in a healthy engine, and a second where
-#: many engines share few cores.  The price: an engine learns up to this much later that the client
-#: has left.
+#: Much longer than what it waits for, which takes milliseconds in a healthy engine, and a second
+#: where many engines share few cores.  The cost: an engine learns up to this much later that the
+#: client has left.
 PATIENCE_S = 2.0
 
 #: Each holds its request's body.
@@ -42,7 +42,7 @@ MOST_ABANDONED = 1024
 
 
 class AbandonedRequests:
-    """Finishes requests of clients that left, in the background."""
+    """Finishes the requests of clients that left, in the background."""
 
     def __init__(self, tickets: TicketReturner, patience_s: float = PATIENCE_S) -> None:
         self._tickets = tickets
@@ -50,7 +50,7 @@ class AbandonedRequests:
         self._running = Background(limit=MOST_ABANDONED)
 
     async def close(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for running work and then for the tickets that it leaves."""
+        """Wait up to ``grace_s`` for running tasks, and then for the tickets that they return."""
         began_s = time.monotonic()
         await self._running.close(grace_s)
         await self._tickets.close(grace_s - (time.monotonic() - began_s))
@@ -64,9 +64,9 @@ class AbandonedRequests:
     def client_left(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
         """Take over ``task``, which is still running the request."""
         request.note(ClientLeft())
-        request.held.use()
+        request.held.add_user()
         if not self._running.spawn(self._finish(request, task), "finish an abandoned request"):
-            request.held.release()
+            request.held.drop_user()
             task.cancel()
             task.add_done_callback(_close)
 
@@ -75,8 +75,8 @@ class AbandonedRequests:
             async with asyncio.timeout(self._wait_s(request)):
                 answer = await task
         except TimeoutError:
-            # It has cancelled the task, and that closed the engine's connection, unless
-            # the answer came in the same moment.
+            # Handing over cancelled the task, which closed the engine's connection unless the
+            # answer arrived at the same moment.
             task.add_done_callback(_close)
             if request.asked is None or not request.asked.delivery.begun:
                 self.return_ticket(request)
@@ -85,18 +85,18 @@ class AbandonedRequests:
         else:
             answer.close()
         finally:
-            request.held.release()
+            request.held.drop_user()
 
     def _wait_s(self, request: RoutedRequest) -> float:
-        """Seconds before the engine's connection may be closed."""
+        """Seconds to wait before closing the engine's connection."""
         if request.asked is None or request.asked.step is StepKind.PREFILL:
             return self._patience_s
         if request.ticket is None:
             return 0.0  # no blocks depend on it
-        return max(0.0, self._patience_s - request.waited_s())
+        return max(0.0, self._patience_s - request.since_asked_s())
 
 
 def _close(task: asyncio.Task[EngineAnswer]) -> None:
-    """Close the answer, if there is one: it will not be read."""
+    """Close the answer of a task, if there is one: it has no reader."""
     if not task.cancelled() and task.exception() is None:
         task.result().close()

@@ -1,22 +1,25 @@
 """One request through prefill and decode, with retries on another engine after a failure.
 
-Prefill may be retried anywhere (``prefill``).  Decode may not.  A ticket goes to a second decode
-engine only if the first cannot have seen it: a ticket that is used twice names blocks that may be
-free by now and hold another prompt's KV cache.  If decode fails or refuses while it may have the
-ticket, the next decode engine computes the prompt itself, and after them the same one: a pull fails
-where the two engines cannot agree, and no other engine need be there.
+Prefill may be retried anywhere: the blocks that a failed prefill lent are freed when its lease
+ends.  If no engine is left decode computes the prompt itself, if allowed.  Decode may not.  A
+ticket goes to a second decode engine only if the first cannot have seen it: a ticket that is used
+twice names blocks that may be free by now and hold another prompt's KV cache.  If decode fails or
+refuses while it may have the ticket, the next decode engine computes the prompt itself, and finally
+the same one again: a pull can fail because two engines do not match, and there may be no other
+engine.
 
-Where all have failed the client gets the last answer of any, as Envoy passes it on; where none has
-answered, the router's own.  ``rules`` says which answers are failures.
+When all have failed the client gets the last engine's answer, as with Envoy; if none answered, the
+router's own error.  ``tries`` defines which answers are failures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdconn.router.errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
 from pdconn.router.fleet.client import (
@@ -24,16 +27,23 @@ from pdconn.router.fleet.client import (
     ConnectionLost,
     EngineAnswer,
     EngineClient,
+    EngineTimedOut,
     IdleConnectionLost,
 )
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import AbandonedRequests
-from pdconn.router.handover.prefill import Prefill
+from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.handover.tries import INTERNAL_ERROR, EngineTries, may_repeat, status_of
 from pdconn.router.metrics import RouterMetrics
-from pdconn.router.openai.bodies import decode_body
-from pdconn.router.openai.requests import Direct, to_rank
+from pdconn.router.openai.bodies import (
+    decode_body,
+    find_ticket,
+    find_usage,
+    prefill_body,
+    with_tokens,
+)
+from pdconn.router.openai.requests import Direct, Route, to_rank
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.routed_request import (
@@ -44,13 +54,194 @@ from pdconn.router.routing.routed_request import (
     Learned,
     Over,
     Passed,
+    Prefilled,
     RoutedRequest,
     StepKind,
     WentDirect,
     said,
 )
 
+log = logging.getLogger(__name__)
+
 _NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefilled:
+    """Prefill's answer, and the ticket that it was sent."""
+
+    whole: bytes
+    borrowed: Borrowed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Obtains the tickets of requests.
+
+    Attributes:
+        timeout_s: per engine; None for no time-out.
+        reuses_tokens: decode receives the token ids of a chat from prefill.
+    """
+
+    client: EngineClient
+    router: RequestRouter
+    pulls: PrefixPulls
+    tries: EngineTries
+    timeout_s: float | None = None
+    reuses_tokens: bool = False
+    _warned: set[str] = field(default_factory=set)
+
+    async def get_ticket(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
+        """Get the request its ticket, or note why decode computes; returns an engine's refusal.
+
+        Raises:
+            NoEngineLeft: no engine answers, and decode must not compute the prompt.
+        """
+        failures: list[EngineFailure] = []
+        why = Direct.NO_PREFILL
+        for candidate in self.tries.candidates(Role.PREFILL, decision, request):
+            engine = candidate.engine
+            is_idle = self.router.loads.inflight.requests_at(engine)[0] == 0
+            try:
+                answer = await self._ask_one(request, decision, candidate)
+            # 1. No answer: the next engine is asked, and a lease frees what this one may have lent.
+            except (ConnectFailed, ConnectionLost) as error:
+                late = isinstance(error, EngineTimedOut)
+                why = Direct.NO_PREFILL_IN_TIME if late else Direct.NO_PREFILL
+                failures.append(self.tries.failed_request(Role.PREFILL, engine, request, error))
+                continue
+            # 2. The prompt is computed.  Its time is learned, if nothing else delayed it.
+            if isinstance(answer, _Prefilled):
+                self._prefilled(request, decision, engine, answer)
+                was_delayed = request.pull is not None and answer.borrowed is None
+                learns = is_idle and decision.lookup is not None and not was_delayed
+                leg = PrefillLeg(candidate, decision.num_tokens, request.since_asked_s(), learns)
+                if learns or answer.borrowed is not None:
+                    self.pulls.prefilled(request, answer.borrowed, leg)
+                return None
+            # 3. The engine cannot serve it now, or takes shorter prompts than others: the next one
+            # is asked, and the answer is kept for the client in case that all fail.
+            failure = self.tries.refused_request(Role.PREFILL, answer, answer.status, request)
+            if failure is not None:
+                why = Direct.PREFILL_ERROR
+            elif await self.router.is_shorter(engine, answer.status, request):
+                why = Direct.PREFILL_TOO_SHORT
+                failure = self.tries.too_short(Role.PREFILL, engine, request)
+            # 4. It is the client's mistake, which no other engine would accept.
+            else:
+                return answer
+            failures.append(failure)
+            request.keep_refusal(answer)
+        if self.router.decodes_alone:
+            request.keep_refusal(None)
+            request.note(WentDirect(why))
+            return None
+        known = self.tries.engines.failures(Role.PREFILL, failures)
+        raise NoEngineLeft(Role.PREFILL.value, known)
+
+    async def _ask_one(
+        self, request: RoutedRequest, decision: Decision, candidate: Candidate
+    ) -> _Prefilled | EngineAnswer:
+        engine = candidate.engine
+        uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
+        finish = self.router.loads.inflight.start_request(engine, uncached, candidate.rank)
+        try:
+            with request.within(StepKind.PREFILL, engine, uncached=uncached) as began:
+                return await self._ask_in_time(request, candidate, began)
+        finally:
+            finish()
+
+    async def _ask_in_time(
+        self, request: RoutedRequest, candidate: Candidate, began: Began
+    ) -> _Prefilled | EngineAnswer:
+        """Prefill's answer, within ``timeout_s``.
+
+        Raises:
+            EngineTimedOut: no answer in time.  The connection is closed, which aborts the request
+                there; blocks lent at that moment are freed by their lease.
+        """
+        if self.timeout_s is None:
+            return await self._ask_lending(request, candidate, began)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._ask_lending(request, candidate, began)
+        except TimeoutError as error:
+            raise EngineTimedOut(f"no ticket within {self.timeout_s:g} s") from error
+
+    async def _ask_lending(
+        self, request: RoutedRequest, candidate: Candidate, began: Began
+    ) -> _Prefilled | EngineAnswer:
+        """Prefill's answer or refusal, with a prefix borrowed from another engine if possible."""
+        borrowed = None
+        if request.tokens is not None:  # kept only if some engine would pull
+            borrowed = await self.pulls.borrow(request, candidate)
+        answer = await self._post(request, candidate, borrowed, began)
+        if borrowed is not None and isinstance(answer, EngineAnswer) and answer.status >= 500:
+            # An engine fails requests whose pull fails: the prompt can still be computed.
+            answer.close()
+            answer = await self._post(request, candidate, None, began)
+        return answer
+
+    async def _post(
+        self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None, began: Began
+    ) -> _Prefilled | EngineAnswer:
+        try:
+            source = None if borrowed is None else borrowed.ticket
+            body = prefill_body(request.body, source, returns_tokens=self.reuses_tokens)
+            headers = to_rank(request.headers, candidate.rank)
+            headers["Accept-Encoding"] = "identity"  # the router parses this answer
+            if request.trace is not None:
+                request.trace.inject(headers)
+            path = request.body.route.path
+            answer = await self.client.post_body(candidate.engine, path, body, headers)
+            request.note(Learned(began, {"status": answer.status}))
+            if answer.status == 200:
+                async with answer:
+                    return _Prefilled(await answer.read_rest(), borrowed)
+        except BaseException:
+            if borrowed is not None:
+                self.pulls.pull_failed(request, borrowed)
+            raise
+        if borrowed is not None:
+            engine = candidate.engine if answer.status >= 500 else None
+            self.pulls.pull_failed(request, borrowed, engine)
+        return answer
+
+    def _prefilled(
+        self, request: RoutedRequest, decision: Decision, engine: str, answer: _Prefilled
+    ) -> None:
+        """Note the ticket and the reported cache hit, which includes pulled tokens."""
+        waited_s = request.since_asked_s()
+        self.tries.engines.rests.note_success(engine)
+        request.ticket = find_ticket(answer.whole)
+        usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
+        event = Prefilled(
+            engine,
+            waited_s,
+            request.ticket is not None,
+            cached_tokens=usage.cached,
+            prompt_tokens=usage.prompt,
+            has_borrowed=has_borrowed,
+        )
+        request.note(event)
+        if usage.cached is not None and not has_borrowed:
+            self.router.prefill_reported(decision, engine, usage.cached)
+        if request.ticket is None:
+            request.note(WentDirect(Direct.NO_TICKET))
+            self._warn_no_ticket(engine)
+        elif self.reuses_tokens and request.body.route is Route.CHAT:
+            request.ticket = with_tokens(request.ticket, answer.whole)
+
+    def _warn_no_ticket(self, engine: str) -> None:
+        self._warned.intersection_update(self.tries.engines.names)
+        if engine not in self._warned:
+            self._warned.add(engine)
+            log.warning(
+                "pdconn: prefill answers without kv_transfer_params, so decode computes its "
+                "prompts again; does it run with --kv-transfer-config? (warned once per engine) "
+                "engine=%s",
+                engine,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +259,15 @@ class Handover:
     async def answer_request(self, request: RoutedRequest) -> EngineAnswer:
         """An engine's answer to a client's request, once its body has begun.
 
-        Cancelled when the client leaves; ``abandoned`` finishes the request then.
+        Cancelled when the client leaves; ``abandoned`` then finishes the request.
 
         Raises:
             NoEngineLeft: no engine of some role answers.
-            HandoverRequired: it has no ticket, and decode may not compute its prompt.
+            HandoverRequired: the request has no ticket, and decode must not compute its prompt.
             OutOfResources: the router cannot open a connection.
             UnknownModel: no engine serves its model.
-            BadBody: the prompt is longer than the model's length, or it names none of the models.
+            BadBody: the prompt exceeds the model's length, or the request names no model of
+                several.
         """
         request.watchers = (*request.watchers, self.metrics)
         task = asyncio.create_task(self._run(request))
@@ -99,7 +291,7 @@ class Handover:
             request.keep_refusal(None)
 
     async def _answer(self, request: RoutedRequest) -> EngineAnswer:
-        request.serving = await self.router.tokeniser.models.serving_request(request)
+        request.serving = await self.router.tokeniser.models.engines_for_request(request)
         for _ in self.tries.bounded(itertools.count()):
             if not self.router.eligible(Role.DECODE, request):
                 # Prefill would lend blocks for nothing.
@@ -127,17 +319,18 @@ class Handover:
         return decision
 
     async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
-        """An answer as decided; None if another decision is needed."""
+        """The answer for a decision; None if another decision is needed."""
         ranking = decision.ranking
-        # 1. No ticket can serve its body: decode gets it as it is.
+        # 1. No ticket can serve this body: decode gets it unchanged.
         if request.body.direct is not None:
             request.note(WentDirect(request.body.direct))
-        # 2. Decode computes what it lacks of the prompt: it holds a prefix, or no prefill is up.
+        # 2. Decode computes the rest of the prompt: it holds a prefix, or no prefill engine is up.
         elif ranking.alone and ranking.decode:
             no_prefill = self.router.decodes_alone and not ranking.prefill
             request.note(WentDirect(Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD))
             return await self._decode_alone(request, ranking.decode[0].candidate)
-        # 3. Prefill lends it its blocks, refuses it, or fails: then decode computes, if it may.
+        # 3. Prefill lends its blocks, refuses, or fails: then decode computes the prompt, if
+        # allowed.
         else:
             request.note(WentDirect(None))
             refusal = await self.prefill.get_ticket(request, decision)
@@ -154,17 +347,17 @@ class Handover:
             raise
 
     def _check_may_compute(self, request: RoutedRequest) -> None:
-        """Refuse a request that decode would compute though it could have been handed over."""
+        """Refuse a request that decode would compute although it could have been handed over."""
         if request.direct is not None and not self.router.decodes_alone:
             raise HandoverRequired(request.direct)
 
     async def _decode_alone(
         self, request: RoutedRequest, candidate: Candidate
     ) -> EngineAnswer | None:
-        """The answer of a decode engine that computes what it lacks of the prompt.
+        """The answer of a decode engine that computes the rest of the prompt.
 
-        None if that engine fails: the others would compute the whole prompt alone, so
-        another decision is needed.
+        None if that engine fails: the others would compute the whole prompt, so another decision is
+        needed.
         """
         try:
             return await self._decode(request, (candidate,))
@@ -176,9 +369,9 @@ class Handover:
     async def _decode_where_kept(
         self, request: RoutedRequest, candidates: Iterable[Candidate]
     ) -> EngineAnswer:
-        """The answer of the engine that keeps a response; 404 of another where none does.
+        """The answer of the engine that keeps a response; one engine's 404 if none does.
 
-        The router keeps nothing of responses, so that several routers need share nothing.
+        The router keeps no state about responses, so that several routers share nothing.
         """
         unknown: EngineAnswer | None = None
         try:
@@ -204,10 +397,10 @@ class Handover:
         self, request: RoutedRequest, candidates: Iterable[Candidate]
     ) -> EngineAnswer:
         failures: list[EngineFailure] = []
-        again: list[Candidate] = []  # not at fault, if it was the ticket or the connection
+        again: list[Candidate] = []  # the ticket or the connection was at fault, not the engine
         for candidate in itertools.chain(candidates, again):
             had_ticket = request.ticket is not None
-            began = request.begin(StepKind.DECODE, candidate.engine, handed_over=had_ticket)
+            began = request.begin_step(StepKind.DECODE, candidate.engine, handed_over=had_ticket)
             try:
                 answer = await self._ask_decode(request, candidate, began)
             except (ConnectFailed, ConnectionLost) as error:
@@ -233,7 +426,7 @@ class Handover:
     async def _failure(
         self, request: RoutedRequest, candidate: Candidate, answer: EngineAnswer, began: Began
     ) -> EngineFailure | None:
-        """Note an answer; a failure if another engine is to be asked instead."""
+        """Note an answer; returns a failure if another engine is to be asked instead."""
         engine, status = candidate.engine, _status(answer)
         at_s = time.perf_counter()
         failure = self.tries.refused_request(Role.DECODE, answer, status, request)
@@ -241,15 +434,15 @@ class Handover:
             failure = self.tries.too_short(Role.DECODE, engine, request)
         had_ticket = request.ticket is not None
         if status >= 400:
-            # vLLM reports to the lender most requests that it refuses, though not
-            # those whose body it cannot read.  A second return has no effect.
+            # vLLM reports most requests that it refuses to the lender, but not those whose body it
+            # cannot parse.  A second return has no effect.
             self.abandoned.return_ticket(request)
         is_good = failure is None or (had_ticket and not self.router.decodes_alone)
         request.note(FirstByte(engine, at_s - began.at_s, is_good, at_s=at_s))
         return None if is_good else failure
 
     def _spend_ticket(self, request: RoutedRequest) -> None:
-        """The next engine computes the prompt, if it may."""
+        """Drop the ticket: the next engine computes the prompt, if allowed."""
         request.ticket = None
         request.note(WentDirect(Direct.TICKET_SPENT))
         self._check_may_compute(request)
@@ -271,7 +464,7 @@ class Handover:
         answer: EngineAnswer | None = None
         try:
             path = request.body.route.path
-            answer = await self.client.post(
+            answer = await self.client.post_body(
                 engine, path, body, headers, began.delivery, may_repeat=may_repeat(request.ticket)
             )
             answer.when_closed(closed)
@@ -281,13 +474,13 @@ class Handover:
             if answer is None:
                 closed(error)
             else:
-                answer.close(error)  # without effect where the read that failed has closed it
+                answer.close(error)  # a no-op if the failed read has closed it
             raise
         return answer
 
 
 def _status(answer: EngineAnswer) -> int:
-    """Its status, or that of the error with which its stream begins."""
+    """The answer's status, or that of the error event with which its stream begins."""
     chunk = answer.first_chunk
     if b'"error"' not in chunk:  # nearly all answers
         return answer.status

@@ -1,8 +1,8 @@
-"""``GET /v1/models`` and ``/v1/models/NAME``: what the engines list, together.
+"""``GET /v1/models`` and ``/v1/models/NAME``: the models of all engines, merged.
 
-Asked when a client asks, with its key, so that no client learns of models that engines would hide.
-Each such question goes to every engine, so those of one client that come while one is under way
-share its answer, and few are under way at a time.
+The engines are asked at each client request, with the client's key, so that no client sees models
+that engines would hide from it.  Each request goes to every engine, so concurrent requests of one
+client share an answer, and the number of concurrent rounds is bounded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
 
 GIVE_UP_S = 5.0
-"""An engine that has not answered by then is left out of the list."""
+"""Time-out of an engine's list; a later list is left out."""
 MAX_NBYTES = 8 << 20
-"""Bound of one engine's list."""
+"""Maximum bytes of one engine's list."""
 _OK = 200
 MOST_QUESTIONS = 16
-"""To all engines at a time; others wait."""
+"""Concurrent rounds; further ones wait."""
 
 _OF_ONE_REQUEST = frozenset({"x-request-id", "traceparent", "tracestate"})
-"""Headers in which two questions may differ and still be the same."""
+"""Headers that may differ between requests that share an answer."""
 
 
 class _ListedCard(msgspec.Struct):
@@ -42,7 +42,7 @@ class _ListedCards(msgspec.Struct):
 
 _Card: TypeAlias = tuple[str, Raw]
 _Question: TypeAlias = tuple[tuple[str, str], ...]
-"""The headers of a client that engines may judge it by."""
+"""The client headers on which engines may base their answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Listing:
     )
     engine: str | None = None
 
-    def of(self, name: str) -> Listing:
-        """The answer to a question for one model: its description, or a refusal as it is.
+    def pick_model(self, name: str) -> Listing:
+        """The answer for one model: its description, or the refusal unchanged.
 
         Raises:
-            UnknownModel: it is not in the list.
+            UnknownModel: the model is not in the list.
         """
         if self.status != _OK:
             return self
@@ -72,14 +72,14 @@ class Listing:
 
 @dataclass(slots=True)
 class _SharedQuestion:
-    """A question under way, and how many wait for its answer."""
+    """A round in progress, and the number of requests that wait for it."""
 
     answer: asyncio.Task[Listing]
     num_waiting: int = 0
 
 
 class ListedModels:
-    """Asks all engines for their models."""
+    """Collects the models of all engines."""
 
     def __init__(self, handover: Handover) -> None:
         self._handover = handover
@@ -87,9 +87,9 @@ class ListedModels:
         self._places = asyncio.Semaphore(MOST_QUESTIONS)
 
     async def list_models(self, headers: CIMultiDict[str], request_id: str) -> Listing:
-        """A list of every model once, as the first engine describes it, decode before prefill.
+        """All models, each as described by the first engine that lists it, decode before prefill.
 
-        Where no engine lists any, the answer of one that says why not.
+        If no engine lists any, the answer of an engine that gives a reason.
 
         Raises:
             NoEngineLeft: no engine answers.
@@ -110,11 +110,11 @@ class ListedModels:
             if is_over and self._under_way.get(question) is asked:
                 del self._under_way[question]
             if not asked.num_waiting:
-                asked.answer.cancel()  # without effect on one that is done
+                asked.answer.cancel()  # a no-op if it is done
 
     async def _list(self, headers: CIMultiDict[str], request_id: str) -> Listing:
         headers = headers.copy()
-        headers["Accept-Encoding"] = "identity"  # the router reads these answers
+        headers["Accept-Encoding"] = "identity"  # the router parses these answers
         engines = self._handover.engines
         async with self._places:
             decode, prefill = engines.live(Role.DECODE), engines.live(Role.PREFILL)
@@ -143,13 +143,13 @@ class ListedModels:
     ) -> list[_Card] | Listing | EngineFailure:
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                answer = await self._handover.client.get(engine, "/v1/models", headers)
+                answer = await self._handover.client.get_page(engine, "/v1/models", headers)
                 async with answer:
                     raw = await _whole(answer)
                 if answer.status == _OK:
                     return _cards(raw)
                 headers = answer.headers
-                headers.popall("Content-Length", None)  # of a body that may have been cut
+                headers.popall("Content-Length", None)  # the body may have been truncated
                 return Listing(raw, answer.status, headers, engine)
         except TimeoutError:
             error: ConnectFailed | ConnectionLost = EngineTimedOut(f"no list in {GIVE_UP_S:g} s")
@@ -164,15 +164,15 @@ def _question(headers: CIMultiDict[str]) -> _Question:
 
 
 async def _whole(answer: EngineAnswer) -> bytes:
-    """A body that is cut where it is too long, and then no JSON."""
+    """The body, truncated where it is too long, so that it does not parse."""
     raw = bytearray()
-    while len(raw) <= MAX_NBYTES and (piece := await answer.next()):
+    while len(raw) <= MAX_NBYTES and (piece := await answer.next_chunk()):
         raw += piece
     return bytes(raw)
 
 
 def _cards(raw: bytes) -> list[_Card]:
-    """Models by name, as the engine wrote them; none where it wrote something else."""
+    """Models by name, unchanged; empty if the engine's answer does not parse."""
     try:
         cards = msgspec.json.decode(raw, type=_ListedCards).data
         return [(msgspec.json.decode(card, type=_ListedCard).id, card) for card in cards]

@@ -1,7 +1,7 @@
-"""Requests that one engine serves as they are, without prefill and decode (``openai.passed``).
+"""Requests that one engine serves without prefill and decode (``openai.passed``).
 
-They hold no ticket and may be sent twice, so another engine is tried after any failure, and after
-an answer that is one (``rules``).  Where all have failed the client gets the last answer of any.
+They hold no ticket and may be sent twice, so another engine is tried after any failure, and after a
+failing status (``tries``).  When all have failed the client gets the last engine's answer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Passing:
     """A request to pass on.
 
     Attributes:
-        request_id, headers: as engines get them.
-        path: with its query, as the client sent it.
-        asks: the engines that it may go to.
-        body: None of a GET.
-        serving: the engines that serve its model; None: all do.
-        span: of the whole request.
+        request_id, headers: as sent to engines.
+        path: with the client's query.
+        asks: the kind of engines that the request may go to.
+        body: None for a GET.
+        serving: the engines that serve its model; None for all.
+        span: the span of the whole request.
     """
 
     request_id: str
@@ -45,12 +45,12 @@ class Passing:
 
 @dataclass(frozen=True, slots=True)
 class PassThrough:
-    """Sends requests to one engine, the least busy one that may serve them."""
+    """Sends each request to the least busy engine that may serve it."""
 
     handover: Handover
 
     async def pass_on(self, passing: Passing) -> EngineAnswer:
-        """An engine's answer; closing it ends the request there.
+        """An engine's answer; closing it aborts the request there.
 
         Raises:
             NoEngineLeft: no engine answers.
@@ -61,7 +61,7 @@ class PassThrough:
         tries = self.handover.tries
         try:
             engines = self.handover.router.by_load(self._engines(passing))
-            # A response is where it is, however many engines there are.
+            # Only one engine keeps a response, so all are tried.
             all_of_them = passing.asks is Asks.HOLDER
             for engine in engines if all_of_them else tries.bounded(engines):
                 try:
@@ -77,7 +77,7 @@ class PassThrough:
                     return answer
                 if second is not None:
                     second.close()
-                second = answer  # perhaps another engine does better, or keeps the response
+                second = answer  # perhaps another engine succeeds, or keeps the response
             if second is not None:
                 answer, second = second, None
                 return answer
@@ -88,7 +88,7 @@ class PassThrough:
         raise NoEngineLeft(Role.DECODE.value, known)
 
     def _role(self, engine: str) -> Role:
-        """The role in which its failures are counted."""
+        """The role under which the engine's failures are counted."""
         [role, *_] = self.handover.engines.roles(engine) or (Role.DECODE,)
         return role
 
@@ -109,14 +109,14 @@ class PassThrough:
         def closed(error: BaseException | None) -> None:
             finish()
             if error is not None:
-                span.fail(said(error))
+                span.mark_failed(said(error))
             span.end()
 
         try:
             if passing.body is None:
-                answer = await client.get(engine, passing.path, headers)
+                answer = await client.get_page(engine, passing.path, headers)
             else:
-                answer = await client.post(engine, passing.path, passing.body, headers)
+                answer = await client.post_body(engine, passing.path, passing.body, headers)
         except BaseException as error:
             closed(error)
             raise

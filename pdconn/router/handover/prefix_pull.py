@@ -1,4 +1,4 @@
-"""A prompt's prefix, asked for from the engine that holds it, for prefill to pull.
+"""Borrows a prompt's prefix from the engine that holds it, for prefill to pull.
 
 ::
 
@@ -8,8 +8,8 @@
                        failed: prefill
                        computes
 
-The holder has as long as the pull would gain.  A ticket that comes later is returned, and so is
-one of a client that left meanwhile.  What was pulled, and how long it took, is learned from.
+The holder may take as long as the pull would save.  A later ticket is returned, and so is the
+ticket of a client that left meanwhile.  Pulled tokens and their time update the planner.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from pdconn.router.routing.routed_request import (
 log = logging.getLogger(__name__)
 
 GIVE_UP_S = 10.0
-"""A holder that has not answered by then will not: its ticket, if any, ends by its lease."""
+"""Time-out of a holder; a ticket that it makes later ends by its lease."""
 MOST_ASKED = 256
-"""Holders that are asked at a time."""
+"""Concurrent requests to holders."""
 
 
 HolderAnswer: TypeAlias = Raw | PullEnd
-"""A ticket, or why there is none."""
+"""A ticket, or the reason why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A ticket for a prefix, on its way to prefill."""
+    """A ticket for a prefix, to be sent to prefill."""
 
     choice: PullChoice
     asked: RoutedRequest
@@ -72,7 +72,8 @@ class Borrowed:
 class PrefillLeg:
     """A prefill that has ended: its engine, the prompt's tokens and the seconds it took.
 
-    ``learns``: nothing else kept the engine busy when it began, and the tokens were counted.
+    ``learns``: the measurement is usable, as the engine was idle when it began, and the tokens were
+    counted.
     """
 
     candidate: Candidate
@@ -82,7 +83,7 @@ class PrefillLeg:
 
 
 class PrefixPulls:
-    """Asks holders for prefixes, in the background, and returns what is not used."""
+    """Borrows prefixes from holders in the background, and returns unused tickets."""
 
     def __init__(
         self,
@@ -98,13 +99,13 @@ class PrefixPulls:
         self._asking = Background(limit=MOST_ASKED)
 
     async def close(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for holders that are being asked."""
+        """Wait up to ``grace_s`` for pending requests to holders."""
         await self._asking.close(grace_s)
 
     async def borrow(self, request: RoutedRequest, candidate: Candidate) -> Borrowed | None:
-        """A ticket for what ``candidate`` should pull; None where it computes its prompt.
+        """A ticket for the prefix that ``candidate`` should pull; None if it computes its prompt.
 
-        Notes what came of it in ``request.pull``, and takes the tokens off the request.
+        Notes the outcome in ``request.pull``, and releases the request's tokens.
         """
         tokens, request.tokens = request.tokens, None
         choice = candidate.pull
@@ -136,7 +137,8 @@ class PrefixPulls:
             async with asyncio.timeout(choice.patience_s):
                 came = await answer
         except TimeoutError:
-            came = _answer_by_now(answer)  # which may have come in the same turn of the loop
+            # Which may have arrived in the same iteration of the loop.
+            came = _answer_by_now(answer)
         except asyncio.CancelledError:
             if isinstance(left := _answer_by_now(answer), Raw):
                 self._tickets.give_back(asked, left)
@@ -157,14 +159,14 @@ class PrefixPulls:
         body: bytes,
         answer: asyncio.Future[HolderAnswer],
     ) -> None:
-        over = self._planner.lending(holder.engine)
+        over = self._planner.start_lending(holder.engine)
         came: HolderAnswer = PullEnd.FAILED
         try:
-            with held:  # the body is counted as long as this one, which is made of it
+            with held:  # the body stays counted as long as this one, which is derived from it
                 async with asyncio.timeout(GIVE_UP_S):
                     came = await self._ticket_of(asked, holder, body)
         except OutOfResources as error:
-            log.warning("pdconn: no prefix asked for: %s", error)
+            log.warning("pdconn: prefix not requested: %s", error)
         except ConnectFailed as error:
             self._health.report_down(holder.engine, str(error), asked.request_id)
         except ConnectionLost as error:
@@ -180,17 +182,17 @@ class PrefixPulls:
 
     async def _ticket_of(self, asked: RoutedRequest, holder: Holder, body: bytes) -> HolderAnswer:
         path = Route.COMPLETIONS.path
-        answer = await self._client.post(holder.engine, path, body, asked.headers)
+        answer = await self._client.post_body(holder.engine, path, body, asked.headers)
         async with answer:
-            whole = await answer.rest()
+            whole = await answer.read_rest()
         if answer.status != 200:
             return PullEnd.REFUSED
         ticket = find_prefix_ticket(whole)
         if ticket is not None:
             return ticket
-        if find_ticket(whole) is None and self._planner.rests(holder.engine, time.monotonic()):
+        if find_ticket(whole) is None and self._planner.start_rest(holder.engine, time.monotonic()):
             log.warning(
-                "pdconn: it lends no prefix, so it is not asked for %g s; "
+                "pdconn: holder lends no prefix, skipped for %g s; "
                 "does it run PdconnConnector with kv_role kv_both? engine=%s",
                 RESTS_S,
                 holder.engine,
@@ -200,19 +202,19 @@ class PrefixPulls:
     def pull_failed(
         self, request: RoutedRequest, borrowed: Borrowed, engine: str | None = None
     ) -> None:
-        """Prefill has failed, or refused the request, with the ticket in its hands.
+        """Note that prefill failed, or refused the request, while it had the ticket.
 
-        ``engine``: which, if it may have been the pull that failed.
+        ``engine``: the engine, if its pull may have failed.
         """
         self._tickets.give_back(borrowed.asked, borrowed.ticket)
         self._end(request, PullEnd.FAILED)
         if engine is not None:
-            self._planner.wasted(engine, borrowed.choice, time.monotonic())
+            self._planner.note_wasted(engine, borrowed.choice, time.monotonic())
 
     def prefilled(self, request: RoutedRequest, borrowed: Borrowed | None, leg: PrefillLeg) -> None:
-        """Prefill has answered, and may have reported how many tokens it did not compute.
+        """Note prefill's answer, which may report how many tokens were cached.
 
-        Where it does not say so the ticket is returned, which has no effect if it was used.
+        Without that report the ticket is returned, which has no effect if it was used.
         """
         prefilled = request.last(Prefilled)
         now, cached = time.monotonic(), None if prefilled is None else prefilled.cached_tokens
@@ -225,21 +227,21 @@ class PrefixPulls:
             self._tickets.give_back(borrowed.asked, borrowed.ticket)
         if cached is not None and cached < prefix:
             self._end(request, PullEnd.UNUSED)
-            self._planner.wasted(leg.candidate.engine, borrowed.choice, now)
+            self._planner.note_wasted(leg.candidate.engine, borrowed.choice, now)
             return
         self._end(request, PullEnd.TAKEN)
         if leg.learns:
             rest = leg.num_tokens - prefix
-            self._planner.pulled(leg.candidate.engine, borrowed.choice, rest, leg.took_s, now)
+            self._planner.note_pulled(leg.candidate.engine, borrowed.choice, rest, leg.took_s, now)
 
     def _learn(self, leg: PrefillLeg, cached: int | None, now: float) -> None:
-        """Prefill computed what it lacked, and loaded what its store had, or not quite all."""
+        """Update the planner: prefill computed uncached tokens, and loaded those in its store."""
         hit, engine = leg.candidate.hit, leg.candidate.engine
         rest = max(0, leg.num_tokens - (hit.tokens if cached is None else cached))
         if not hit.loaded_tokens:
-            self._planner.computed(engine, rest, leg.took_s, now)
+            self._planner.note_computed(engine, rest, leg.took_s, now)
         elif cached == hit.tokens:
-            self._planner.loaded(engine, hit.loaded_tokens, rest, leg.took_s, now)
+            self._planner.note_loaded(engine, hit.loaded_tokens, rest, leg.took_s, now)
 
     def _end(self, request: RoutedRequest, end: PullEnd) -> None:
         assert request.pull is not None
@@ -247,16 +249,16 @@ class PrefixPulls:
 
 
 def _answer_by_now(answer: asyncio.Future[HolderAnswer]) -> HolderAnswer:
-    """What a holder has answered by now."""
+    """The holder's answer so far."""
     return answer.result() if answer.done() and not answer.cancelled() else PullEnd.LATE
 
 
 def _asked(request: RoutedRequest, holder: Holder) -> RoutedRequest:
-    """The request to the holder, which is one of its own."""
+    """A request of our own, to the holder."""
     headers = request.headers.copy()
     name = f"{request.request_id}-prefix"
     headers[REQUEST_ID_HEADER] = name
-    headers["Accept-Encoding"] = "identity"  # the router reads this answer
+    headers["Accept-Encoding"] = "identity"  # the router parses this answer
     if holder.rank is not None:
         headers[RANK_HEADER] = str(holder.rank)
     body = without_prompt(request.body)

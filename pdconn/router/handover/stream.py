@@ -1,11 +1,11 @@
-"""An engine's answer to the client, byte for byte.
+"""Relays an engine's answer to the client, byte for byte.
 
-Chunks are written as they come, neither joined nor changed; an ``AnswerReader`` looks at what was
-written.  A client that reads slowly slows the engine's connection down instead of filling the
-router's memory.
+Chunks are written as they arrive, neither joined nor changed; an ``AnswerReader`` inspects the
+written bytes.  A client that reads slowly slows the engine's connection down instead of filling
+the router's memory.
 
-A client that has everything may close its connection before the engine closes its own, and a
-time-out or a broken connection after the last event costs it nothing: such an answer is whole.
+A client may close its connection after the last event, before the engine closes its own; a time-out
+or broken connection after the last event has no effect on it either: such an answer is complete.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from pdconn.router.fleet.client import ConnectionLost, EngineAnswer
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import REQUEST_ID_HEADER
 
-#: The engine that an answer comes from.
+#: The engine that sent the answer.
 ENGINE_HEADER = "X-Pdconn-Engine"
 
-#: nginx, and proxies that imitate it, hold an answer back until they have much of it, unless this
-#: header says no.
+#: nginx, and proxies derived from it, buffer an answer unless this header disables that.
 _BUFFERING = "X-Accel-Buffering"
 _EVENTS = "text/event-stream"
 
 
 class StreamEnd(Enum):
-    """How a stream ended."""
+    """The end of a relayed stream."""
 
     WHOLE = "whole"
     ENGINE_FAILED = "engine failed"
@@ -49,13 +48,13 @@ async def relay(
     deadline_s: float | None = None,
     began: Callable[[], object] | None = None,
 ) -> tuple[web.StreamResponse, StreamEnd]:
-    """Write an answer to the client of ``http``, and close the answer.
+    """Write an answer to the client of ``http``, and close it.
 
-    An answer that is not whole at ``deadline_s``, by the event loop's clock, is broken off.
+    An answer that is incomplete at ``deadline_s``, by the event loop's clock, is cut off.
 
     Args:
-        reader: of what was written.
-        began: called once the first bytes of a stream are written, unless they are an error.
+        reader: inspects the written bytes.
+        began: called after the first bytes of a stream are written, unless they are an error.
     """
     headers = answer.headers
     if name_engine:
@@ -63,19 +62,22 @@ async def relay(
     headers[REQUEST_ID_HEADER] = request_id
     if headers.get("Content-Type", "").startswith(_EVENTS):
         headers.setdefault(_BUFFERING, "no")
+    # 1. The whole body has arrived: no stream is needed.
     if answer.is_complete:
         whole = await _at_once(answer, headers, reader)
         if began is not None and reader.error is None:
             began()
         return whole, StreamEnd.WHOLE
+    # 2. Chunks are written as they arrive.  After a failure the client's connection is closed
+    # without the end of the answer, unless the client has everything already.
     response = web.StreamResponse(status=answer.status, headers=headers)
     async with answer:
         try:
             async with asyncio.timeout_at(deadline_s):
                 await response.prepare(http)
-                while chunk := await answer.next():
+                while chunk := await answer.next_chunk():
                     await response.write(chunk)
-                    reader.feed(chunk)
+                    reader.read_chunk(chunk)
                     if began is not None and reader.error is None:
                         began()
                     began = None
@@ -89,7 +91,7 @@ async def relay(
         except ConnectionResetError:
             end = StreamEnd.CLIENT_LEFT
         else:
-            reader.end()
+            reader.read_end()
             end = StreamEnd.WHOLE
     return response, StreamEnd.WHOLE if reader.is_whole else end
 
@@ -97,20 +99,20 @@ async def relay(
 async def _at_once(
     answer: EngineAnswer, headers: CIMultiDict[str], reader: AnswerReader
 ) -> web.Response:
-    """A body that has arrived already: head and body leave in one packet."""
-    headers.popall("Content-Length", None)  # aiohttp writes the same
+    """Send a body that has arrived completely: head and body leave in one packet."""
+    headers.popall("Content-Length", None)  # aiohttp writes its own
     async with answer:
-        body = await answer.rest()
-    reader.feed(body)
-    reader.end()
+        body = await answer.read_rest()
+    reader.read_chunk(body)
+    reader.read_end()
     return web.Response(status=answer.status, headers=headers, body=body)
 
 
 def _break_off(http: web.Request) -> None:
     """Close the client's connection without the end of its answer.
 
-    The last chunk (or the missing part of Content-Length) is a client's sign that it has
-    everything.  Without it the client sees an error, as it must.
+    The last chunk (or the rest of Content-Length) is the client's sign that the answer is complete.
+    Without it the client sees an error, as it must.
     """
     if http.transport is not None:
         http.transport.close()

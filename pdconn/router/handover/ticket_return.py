@@ -1,6 +1,6 @@
 """Unused tickets, returned so that prefill frees the blocks before the lease ends.
 
-Best effort, bounded in time and number: the lease frees what is not returned here.
+Best effort, bounded in time and number: leases free the blocks of tickets not returned here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
-#: A third of vLLM's default lease; the router's is a third of ``--lease``.
+#: A third of vLLM's default lease; configured as a third of ``--lease``.
 GIVE_UP_S = 10.0
 
-#: Until a decode engine is up again, when none is.
+#: The wait for a decode engine while none is up.
 _PAUSE_S = 0.25
 
 #: Each holds its request's body.
@@ -51,10 +51,10 @@ class TicketReturner:
         self._running = Background(limit=most_returns)
 
     def give_back(self, request: RoutedRequest, ticket: Raw) -> None:
-        """Start returning a ticket; nothing waits for it."""
-        request.held.use()
+        """Return a ticket in the background."""
+        request.held.add_user()
         if not self._running.spawn(self._give_back(request, ticket), "return a ticket"):
-            request.held.release()
+            request.held.drop_user()
             self._ended(TicketEnd.TOO_MANY, request)
 
     async def close(self, grace_s: float) -> None:
@@ -69,27 +69,27 @@ class TicketReturner:
                 end = await self._try_each(request, body)
         except TimeoutError:
             pass
-        finally:  # also of one that is cancelled since the router ends
-            request.held.release()
+        finally:  # also when cancelled at the router's end
+            request.held.drop_user()
             self._ended(end, request)
 
     async def _try_each(self, request: RoutedRequest, body: bytes) -> TicketEnd:
-        """Any decode engine of the model can return it: a ticket names its lender alone."""
+        """Return the ticket through any decode engine of the model: it names only its lender."""
         path = request.body.route.path
         while True:
             refused = False
             for engine in self._engines.live(Role.DECODE, request.serving):
                 try:
-                    answer = await self._client.post(engine, path, body, request.headers)
+                    answer = await self._client.post_body(engine, path, body, request.headers)
                     async with answer:
-                        await answer.rest()
+                        await answer.read_rest()
                 except (ConnectFailed, ConnectionLost):
                     continue  # a second return has no effect
                 if answer.status in ELSEWHERE:
                     refused = True
                     continue
-                # 404: refused for its model's name, and the lender was notified.
-                # 200: the engine does not check names; it has pulled, and is done.
+                # 404: refused because of the model's name, and the lender was notified.
+                # 200: the engine does not check names; it has pulled and released the blocks.
                 returned = answer.status in (200, 404)
                 return TicketEnd.RETURNED if returned else TicketEnd.REFUSED
             if refused:

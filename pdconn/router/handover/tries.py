@@ -1,7 +1,7 @@
-"""What an engine's answer means: whose failure it is, and which engine is asked next.
+"""Classifies engines' answers: which engine is at fault, and which is asked next.
 
-As Envoy, llm-d's sidecar and httpx do it: a status that says "not now" or "not I" is retried on
-another engine while no byte of an answer has gone out; every other answer is the client's.
+As in Envoy, llm-d's sidecar and httpx: a status that means "try elsewhere" is retried on another
+engine while no byte of an answer has been sent; every other answer goes to the client.
 ``docs/router.md`` has the rules as a table.
 """
 
@@ -39,11 +39,11 @@ from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.routed_request import Failed, RoutedRequest
 
 ELSEWHERE = frozenset({429, 500, 502, 503, 504})
-"""Statuses after which another engine may do better."""
+"""Statuses after which another engine may succeed."""
 INTERNAL_ERROR = 500
-"""With a ticket: also a pull that failed, where ``kv_load_failure_policy`` is ``fail``."""
+"""With a ticket, also a failed pull, where ``kv_load_failure_policy`` is ``fail``."""
 MOST_BROKEN = 2
-"""Engines of a role that one request may break: it may be its own fault, and break all of them."""
+"""Engines of a role that one request may break: it may be the cause, and would break them all."""
 
 
 class _OursOnly(msgspec.Struct):
@@ -51,10 +51,10 @@ class _OursOnly(msgspec.Struct):
 
 
 def status_of(status: int, headers: Mapping[str, str], first_chunk: bytes) -> int:
-    """The status of an answer that has begun: that of the error with which its stream begins.
+    """The status of an answer that has begun: for an error event, the status in it.
 
-    vLLM has sent 200 by the time that it knows: a pull that fails, or a core that dies, is the
-    first and only event of a stream.
+    vLLM sends 200 before some failures: a failed pull, or a dead core, is the first and only event
+    of a stream.
 
     >>> stream = {"Content-Type": "text/event-stream"}
     >>> status_of(200, stream, b'data: {"error": {"code": 503}}\\n\\n')
@@ -62,12 +62,12 @@ def status_of(status: int, headers: Mapping[str, str], first_chunk: bytes) -> in
     """
     reader = AnswerReader(status, headers)
     if reader.is_stream:
-        reader.feed(first_chunk)
+        reader.read_chunk(first_chunk)
     return reader.error or status
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:
-    """Seconds of a ``Retry-After``, which is a number or a date; None where it is neither.
+    """The seconds of a ``Retry-After`` header, a number or a date; None for neither.
 
     >>> retry_after_s("7"), retry_after_s("soon"), retry_after_s(None)
     (7.0, None, None)
@@ -89,8 +89,8 @@ def retry_after_s(value: str | None, now: datetime | None = None) -> float | Non
 def may_repeat(ticket: Raw | None) -> bool:
     """Whether a body with this ticket may reach an engine twice.
 
-    Our connector claims before it reads and has the claim confirmed after, so a second use of a
-    ticket is refused.  Other connectors read whatever the blocks hold by then.
+    Our connector claims before it reads and confirms the claim afterwards, so a second use of a
+    ticket is refused.  Other connectors read the blocks whatever they hold by then.
 
     >>> may_repeat(Raw(b'{"remote_block_ids": [1]}')), may_repeat(Raw(b'{"pdconn": {"v": 1}}'))
     (False, True)
@@ -110,16 +110,17 @@ _OF_THE_KEY = (401, 403)
 
 
 def end_of(answer: AnswerReader, *, generates: bool, is_clients_key: bool) -> RequestEnd:
-    """How a request ended of which the client has the whole answer.
+    """The outcome of a request whose whole answer the client has received.
 
     Args:
-        answer: as far as it has passed.
-        generates: it was sent to a route that every engine of a fleet serves.
-        is_clients_key: the engine saw the client's key, and not the router's.
+        answer: what was relayed.
+        generates: whether the route is one that every engine serves.
+        is_clients_key: whether the engine saw the client's key, not the router's.
     """
     status = answer.status
     if status < 400 and answer.error is not None and (generates or answer.is_stream):
-        status = answer.error  # elsewhere it may be what was asked for: a response that failed
+        # On other routes the error may be the requested object: a response that failed.
+        status = answer.error
     if status < 400:
         return RequestEnd.OK
     of_the_engine = status == _TOO_MANY or (status >= 500 and status != _NOT_IMPLEMENTED)
@@ -134,14 +135,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HARMLESS = (EngineTimedOut, IdleConnectionLost)
-"""Failures that say nothing of how well the engine is."""
+"""Failures that do not show the engine's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTries:
-    """Engines to try; ``most`` of one role for one request, or all.
+    """Chooses engines to try; at most ``most`` of one role for one request, None for all.
 
-    ``decodes_alone``: decode computes a prompt rather than wait for a prefill engine that rests.
+    ``decodes_alone``: decode computes a prompt rather than wait for a resting prefill engine.
     """
 
     engines: EngineRegistry
@@ -151,23 +152,23 @@ class EngineTries:
     decodes_alone: bool = True
 
     def bounded(self, tries: Iterable[T]) -> Iterator[T]:
-        """As many as may be tried."""
+        """At most the allowed number of tries."""
         return islice(tries, self.most)
 
     def candidates(
         self, role: Role, decision: Decision, request: RoutedRequest
     ) -> Iterator[Candidate]:
-        """The ranked engines that are still live, then those that came up since, or rest.
+        """The ranked engines that are still live, then those that came up since or rest.
 
-        Of those that serve the request's model and have not failed it.  One that goes on from a
-        response may have to ask all of them: it is where it is, and an engine that does not know it
-        has not failed.
+        Only engines that serve the request's model and have not failed it.  A request that
+        continues a response may have to try all of them: one engine keeps the response, and an
+        engine that does not know it has not failed.
         """
         found = self._all(role, decision, request)
         return found if request.body.goes_on else self.bounded(found)
 
     def _all(self, role: Role, decision: Decision, request: RoutedRequest) -> Iterator[Candidate]:
-        if role is Role.PREFILL and self.decodes_alone:  # decode does better than one that rests
+        if role is Role.PREFILL and self.decodes_alone:  # decode is preferred to a resting engine
             live = self.engines.awake(role, request.serving, time.monotonic())
         else:
             live = self.engines.live(role, request.serving)
@@ -186,7 +187,7 @@ class EngineTries:
     def failed_request(
         self, role: Role, engine: str, request: RoutedRequest, error: ConnectFailed | ConnectionLost
     ) -> EngineFailure:
-        """``engine_failed``, of a request that goes on with another engine."""
+        """Note a failure (``engine_failed``) of a request that goes on to another engine."""
         is_broken = isinstance(error, ConnectionLost) and not isinstance(error, _HARMLESS)
         request.note(Failed(engine, role, is_broken))
         return self.engine_failed(role, engine, request.request_id, error)
@@ -194,14 +195,14 @@ class EngineTries:
     def refused_request(
         self, role: Role, answer: EngineAnswer, status: int, request: RoutedRequest
     ) -> EngineFailure | None:
-        """``engine_refused``, of a request that goes on with another engine after a failure."""
+        """Note a refusal (``engine_refused``) of a request that goes on to another engine."""
         failure = self.engine_refused(role, answer, status, request.request_id)
         if failure is not None:
             request.note(Failed(answer.engine, role, status == INTERNAL_ERROR))
         return failure
 
     def too_short(self, role: Role, engine: str, request: RoutedRequest) -> EngineFailure:
-        """An engine takes shorter prompts than others do: no fault of its."""
+        """Note that an engine takes shorter prompts than others, which is not its fault."""
         self.metrics.retried(role, engine)
         request.note(Failed(engine, role, False))
         return EngineFailure(engine, "its max_model_len is too short")
@@ -209,19 +210,19 @@ class EngineTries:
     def engine_failed(
         self, role: Role, engine: str, request_id: str, error: ConnectFailed | ConnectionLost
     ) -> EngineFailure:
-        """Note that an engine failed: it is down without a connection, and else if it is not well.
+        """Note that an engine failed: it is down without a connection, else ``/health`` decides.
 
         Raises:
-            OutOfResources: it is our own fault, and another engine would not help.
+            OutOfResources: this process is at fault, and another engine would not help.
         """
-        # 1. This process has no file descriptor left.
+        # 1. This process has no file descriptors left.
         if isinstance(error, OutOfResources):
             raise error
         self.metrics.retried(role, engine)
-        # 2. There is no connection: it is down until its /health answers.
+        # 2. There is no connection: the engine is down until its /health answers.
         if isinstance(error, ConnectFailed):
             self.health.report_down(engine, str(error), request_id)
-        # 3. The connection broke: /health shows whether it is well.  One that is late may be busy.
+        # 3. The connection broke: /health shows the engine's state.  A late answer may mean load.
         elif not isinstance(error, EngineTimedOut):
             self.health.suspect(engine, str(error), request_id)
             if not isinstance(error, _HARMLESS):
@@ -231,13 +232,13 @@ class EngineTries:
     def engine_refused(
         self, role: Role, answer: EngineAnswer, status: int, request_id: str
     ) -> EngineFailure | None:
-        """What an answer of an engine means for it; a failure if another engine is to be asked."""
+        """Note an answer's status; returns a failure if another engine is to be asked."""
         engine = answer.engine
-        # 1. The answer is the client's, an error of its own too.
+        # 1. The answer goes to the client, also if it is an error of the client.
         if status not in ELSEWHERE:
-            self.engines.rests.note_answer(engine)
+            self.engines.rests.note_success(engine)
             return None
-        # 2. "Not now" or "not I": another engine may do better, and this one gets fewer requests.
+        # 2. Another engine may succeed, and this one gets fewer requests.
         self.metrics.retried(role, engine)
         why = f"answered {status}"
         if status >= INTERNAL_ERROR:

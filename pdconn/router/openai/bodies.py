@@ -1,4 +1,4 @@
-"""The bodies that engines get for a client's request, and what their answers say.  Pure.
+"""Builds the bodies that engines get for a client's request, and parses their answers.  Pure.
 
 ::
 
@@ -8,27 +8,27 @@
     decode   {"model": m, "prompt": p, "max_tokens": 64, "stream": true,
               "kv_transfer_params": the ticket, as prefill wrote it}
 
-and where an engine holds the first n tokens of the prompt, which prefill pulls from it::
+and where an engine holds the first n tokens of the prompt, for prefill to pull::
 
     holder   {"model": m, "prompt": [n + 1 token ids], "max_tokens": 1,
               "kv_transfer_params": {"do_remote_decode": true, "pdconn": {"lend": n}, ...}}
     prefill  as above, and in "kv_transfer_params" "pdconn": {"from": the holder's ticket}
 
-Tickets are the connector's: the router passes them on unread.  With ``--reuse-tokens`` it asks
-prefill for a chat's token ids (``return_token_ids``), and puts them beside the ticket: vLLM takes
-``prompt_token_ids`` out of the parameters, and renders and tokenizes the chat no second time.
+Tickets belong to the connector: the router passes them on unparsed.  With ``--reuse-tokens`` it
+asks prefill for a chat's token ids (``return_token_ids``) and adds them to the ticket: vLLM takes
+``prompt_token_ids`` from the parameters and does not render and tokenize the chat again.
 
-An answer's HTTP status is sent before the first token, so it does not say how a stream ended, and a
-that has the last event may close its connection before the engine closes its own.  So the reader
-looks at what passes::
+An answer's HTTP status is sent before the first token, so it does not show how a stream ended; and
+a client may close its connection after the last event, before the engine closes its own.  So the
+reader inspects the relayed bytes::
 
     data: {"choices": ...}         a token
-    data: {"error": {...}}         it failed, as a client's mistake or an engine's: ``code``
-    data: [DONE]                   the client has everything, also if the connection breaks now
+    data: {"error": {...}}         a failure, of the client or of the engine: ``code``
+    data: [DONE]                   the answer is complete, even if the connection breaks now
 
-Each route has an end of its own (``message_stop``, ``response.completed``).  A JSON body is whole
-once ``Content-Length`` bytes have passed.  Only events that may hold one of these are decoded, and
-of what is remembered between two calls there is a bound.
+Each route has its own last event (``message_stop``, ``response.completed``).  A JSON body is
+complete after ``Content-Length`` bytes.  Only events that may hold one of these are decoded, and
+the state kept between two calls is bounded.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from msgspec import Raw
 from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.router.openai.requests import TICKET_FIELD, ParsedBody, Route, is_empty, kind_of
 
-#: Prefill samples one token, which is discarded.  These fields only shape that token's answer,
-#: or forbid an answer of one token.  Everything that shapes the *prompt* (tools, templates,
+#: Prefill samples one token, which is discarded.  These fields only shape that token's answer, or
+#: forbid an answer of one token.  Everything that shapes the *prompt* (tools, templates,
 #: response_format, ...) must stay.
 _NOT_FOR_PREFILL = frozenset(
     {
@@ -60,7 +60,7 @@ _NOT_FOR_PREFILL = frozenset(
 )
 
 _ANSWERS_BOUND: Mapping[Route, str] = {Route.RESPONSES: "max_output_tokens"}
-"""The field that bounds an answer's tokens; on the other routes ``max_tokens``."""
+"""The field that limits an answer's tokens; other routes use ``max_tokens``."""
 
 _LEND: Mapping[str, object] = {
     "do_remote_decode": True,
@@ -76,7 +76,7 @@ _TOKENS_FIELD = "prompt_token_ids"
 _SHAPES_HASHES = ("model", "cache_salt")
 """Fields beside the prompt that an engine's block hashes depend on."""
 
-#: No engine serves a model of this name; see ``return_body``.
+#: A model name that no engine serves; see ``return_body``.
 RETURN_MODEL = "pdconn-returns-a-ticket"
 
 
@@ -88,10 +88,10 @@ def lend_params() -> dict[str, object]:
 def prefill_body(
     body: ParsedBody, source: Raw | None = None, *, returns_tokens: bool = False
 ) -> bytes:
-    """The same prompt, one token of answer, and a request to lend the blocks.
+    """The body for prefill: the same prompt, one output token, and a request to lend the blocks.
 
-    ``source`` is a ticket for the prompt's prefix.  ``returns_tokens``: a chat's answer is to hold
-    the token ids of its prompt.
+    ``source`` is a ticket for the prompt's prefix.  ``returns_tokens``: ask for the token ids of a
+    chat's prompt.
     """
     fields = _prefill_fields(body)
     if returns_tokens and body.route is Route.CHAT:
@@ -116,7 +116,7 @@ def prefix_body(body: ParsedBody, prefix: Sequence[int]) -> bytes:
 
 
 def without_prompt(body: ParsedBody) -> ParsedBody:
-    """One to return a prefix's ticket with: the prompt does not matter to that."""
+    """A body for returning a prefix's ticket, which does not depend on the prompt."""
     fields = {**_hash_fields(body), "prompt": Raw(b"[0]")}
     return ParsedBody(Route.COMPLETIONS, b"", fields, None)
 
@@ -126,7 +126,7 @@ def _hash_fields(body: ParsedBody) -> dict[str, Raw]:
 
 
 def decode_body(body: ParsedBody, ticket: Raw | None) -> bytes:
-    """What the client sent, and the ticket if there is one."""
+    """The client's body, with the ticket if there is one."""
     if ticket is None:
         return body.raw
     return msgspec.json.encode({**body.fields, TICKET_FIELD: ticket})
@@ -135,15 +135,14 @@ def decode_body(body: ParsedBody, ticket: Raw | None) -> bytes:
 def return_body(body: ParsedBody, ticket: Raw) -> bytes:
     """A request that makes decode return the ticket unused.
 
-    It asks for a model that does not exist.  vLLM checks the name before all
-    else, and reports every refused request that held a ticket to the connector,
-    so that the lender frees its blocks: nothing is queued, pulled or computed,
-    and a second return has no effect.  Where names are not checked
-    (``VLLM_SKIP_MODEL_NAME_VALIDATION``) the same body is a request for one token:
-    decode pulls the blocks, and then the lender frees them.
+    It asks for a model that does not exist.  vLLM checks the name first, and reports every refused
+    request that held a ticket to the connector, so that the lender frees its blocks: nothing is
+    queued, pulled or computed, and a second return has no effect.  Where names are not checked
+    (``VLLM_SKIP_MODEL_NAME_VALIDATION``) the same body is a request for one token: decode pulls the
+    blocks, and then the lender frees them.
     """
     fields = _prefill_fields(body)
-    # Its budget has to be smaller than max_tokens, which vLLM checks before the model's name.
+    # The thinking budget has to be below max_tokens, which vLLM checks before the model's name.
     fields.pop("thinking", None)
     return msgspec.json.encode({**fields, "model": RETURN_MODEL, TICKET_FIELD: ticket})
 
@@ -158,7 +157,7 @@ class _PrefixTicket(msgspec.Struct):
 
 
 def find_ticket(answer: bytes) -> Raw | None:
-    """The ticket in prefill's JSON answer, or None where there is none.
+    """The ticket in prefill's JSON answer; None without one.
 
     >>> bytes(find_ticket(b'{"id": 1, "kv_transfer_params": {"x": 1}}'))
     b'{"x": 1}'
@@ -171,7 +170,7 @@ def find_ticket(answer: bytes) -> Raw | None:
 
 
 def with_tokens(ticket: Raw, answer: bytes) -> Raw:
-    """The ticket with the token ids of the prompt beside it, if prefill's answer has them.
+    """The ticket with the prompt's token ids added, if prefill's answer has them.
 
     >>> bytes(with_tokens(Raw(b'{"x": 1}'), b'{"prompt_token_ids": [5, 6]}'))
     b'{"x":1,"prompt_token_ids":[5, 6]}'
@@ -184,7 +183,7 @@ def with_tokens(ticket: Raw, answer: bytes) -> Raw:
 
 
 def find_prefix_ticket(answer: bytes) -> Raw | None:
-    """The ticket in the answer to ``prefix_body``; None where nothing is lent.
+    """The ticket in the answer to ``prefix_body``; None if nothing is lent.
 
     >>> find_prefix_ticket(b'{"kv_transfer_params": {"pdconn": {"lend": 9, "held": 4}}}')
     """
@@ -211,7 +210,7 @@ def _prefill_fields(body: ParsedBody) -> dict[str, object]:
     return fields
 
 
-#: Of an event or of a body that is read; of longer ones nothing is known.
+#: Maximum bytes of a decoded event or body; longer ones are not decoded.
 MOST_NBYTES = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -238,7 +237,7 @@ class AnswerUsage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
     input_tokens: _Count | None = None  # /v1/responses and /v1/messages
     input_tokens_details: _Details | None = None  # /v1/responses
-    cache_read_input_tokens: _Count | None = None  # of /v1/messages, which counts these apart
+    cache_read_input_tokens: _Count | None = None  # of /v1/messages, which counts these separately
     cache_creation_input_tokens: _Count | None = None
 
     @property
@@ -251,7 +250,7 @@ class AnswerUsage(msgspec.Struct):
 
     @property
     def cached(self) -> int | None:
-        """Those of them that were cached, as ``--enable-prompt-tokens-details`` reports them."""
+        """Cached tokens of the prompt, as ``--enable-prompt-tokens-details`` reports them."""
         details = self.prompt_tokens_details or self.input_tokens_details
         return self.cache_read_input_tokens if details is None else details.cached_tokens
 
@@ -260,7 +259,7 @@ NO_USAGE = AnswerUsage()
 
 
 class _Inner(msgspec.Struct):
-    """``response`` of an event of ``/v1/responses``, and ``message`` of ``/v1/messages``."""
+    """``response`` of an event of ``/v1/responses``, or ``message`` of ``/v1/messages``."""
 
     usage: AnswerUsage | None = None
 
@@ -270,7 +269,7 @@ class _Used(msgspec.Struct):
 
 
 def find_usage(answer: bytes) -> AnswerUsage:
-    """The usage in a whole JSON answer; empty where there is none.
+    """The usage in a whole JSON answer; empty without one.
 
     >>> find_usage(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}').cached
     32
@@ -286,7 +285,7 @@ class _AnswerOrEvent(msgspec.Struct):
 
     type: str | None = None
     error: Raw = Raw(b"null")
-    detail: Raw = Raw(b"null")  # of FastAPI itself
+    detail: Raw = Raw(b"null")  # FastAPI's own errors
     usage: AnswerUsage | None = None
     response: _Inner | None = None
     message: _Inner | str | None = None
@@ -297,10 +296,10 @@ class _Error(msgspec.Struct):
 
 
 def _is_tokens(chunk: bytes) -> bool:
-    """Whether it is whole events that neither end their stream, nor fail, nor hold its usage.
+    """Whether a chunk consists of whole events that neither end their stream, fail, nor hold usage.
 
-    Of streams without names of events, as most are; ``[DONE]`` is the last event of one.  Within a
-    JSON string the quotation marks would be escaped.  It is asked for each token of each stream, so
+    For streams without event names, as most are; ``[DONE]`` is the last event of one.  Within a
+    JSON string the quotation marks would be escaped.  This runs for each token of each stream, so
     it searches for few bytes.
     """
     return (
@@ -308,19 +307,19 @@ def _is_tokens(chunk: bytes) -> bool:
         and chunk.endswith(b"}\n\n")
         and b'"error"' not in chunk
         and b'"usage"' not in chunk
-        and b'"type"' not in chunk  # of a named event that was cut behind its name
+        and b'"type"' not in chunk  # of a named event that was split after its name
     )
 
 
 class AnswerReader:
-    """Reads an answer that passes, of which it changes nothing.
+    """Parses an answer while it is relayed unchanged.
 
     Attributes:
-        status: of the answer.
-        error: the status that an error in the answer names; None without one.
-        has_no_route: it is a web framework's 404 or 405, not one of an OpenAI API.
-        prompt_tokens: as its usage counts them; None where it does not say.
-        is_whole: the client needs no more bytes.
+        status: the HTTP status.
+        error: the status of an error in the answer; None without one.
+        has_no_route: the answer is a web framework's 404 or 405, not one of an OpenAI API.
+        prompt_tokens: as counted in its usage; None without usage.
+        is_whole: the client has the complete answer.
 
     >>> reader = AnswerReader(200, {"Content-Type": "text/event-stream"})
     >>> reader.feed(b'data: {"error": {"code": 400}}\\n\\ndata: [DONE]\\n\\n')
@@ -342,21 +341,21 @@ class AnswerReader:
         self._expected = int(length) if length.isascii() and length.isdigit() else None
         self.is_whole = self._expected == 0
         self._nbytes = 0
-        self._rest: bytes | None = b""  # of what is not read yet; None: it is too long
+        self._rest: bytes | None = b""  # unparsed bytes; None: too long
         self._is_json = kind.startswith("application/json")
 
-    def feed(self, chunk: bytes) -> None:
-        """The next bytes have been written to the client."""
+    def read_chunk(self, chunk: bytes) -> None:
+        """Parse the next bytes that were written to the client."""
         self._nbytes += len(chunk)
         if self.is_stream:
             self._read_lines(chunk)
         elif self._is_json:
             self._keep(chunk)
         if self._nbytes == self._expected:
-            self.end()
+            self.read_end()
 
-    def end(self) -> None:
-        """All bytes have been written."""
+    def read_end(self) -> None:
+        """Finish: all bytes have been written."""
         self.is_whole = True
         if not self.is_stream and self._rest:
             self._read(self._rest)
@@ -414,7 +413,7 @@ def _code(error: Raw) -> int:
 
 
 class Card(msgspec.Struct):
-    """A model as an engine lists it; ``parent`` is an adapter's model, ``root`` its path."""
+    """A model as an engine lists it; ``parent`` is an adapter's base model, ``root`` its path."""
 
     id: str
     root: str | None = None
@@ -429,10 +428,10 @@ class ModelCards(msgspec.Struct):
 
 
 def base_models(listed: bytes) -> list[str]:
-    """The models, without adapters, in an engine's answer to ``GET /v1/models``.
+    """The base models, without adapters, in an engine's answer to ``GET /v1/models``.
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is no such answer.
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: the answer does not parse.
     """
     cards = msgspec.json.decode(listed, type=ModelCards).data
     return [card.id for card in cards if card.parent is None]

@@ -1,4 +1,4 @@
-"""Server-sent events, as engines and OpenAI's API send them: one line of data for each event."""
+"""Server-sent events of engines and OpenAI's API: one line of data per event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DONE = b"[DONE]"
 
 
 def event_data(line: bytes) -> bytes | None:
-    """The data of a line; None where the line is another field, a comment, or ends an event.
+    """The data of a line; None for another field, a comment, or the empty line after an event.
 
     >>> event_data(b'data: {"choices": []}\\r'), event_data(b": ping")
     (b'{"choices": []}', None)

@@ -1,8 +1,8 @@
-"""What a form (``multipart/form-data``) may hold.  Pure.
+"""Checks the form bodies (``multipart/form-data``) of clients.  Pure.
 
-A form is taken apart at its boundary, and only heads of parts are looked at: what a file holds is
-not read, though it may look like a head.  The engine parses the form again, with another
-parser, so nothing is taken that two parsers could read in two ways::
+A form is split at its boundary, and only the heads of parts are parsed: contents of files are not,
+though they may look like a head.  The engine parses the form again with another parser, so a form
+that two parsers could interpret differently is refused::
 
     --B                                                   a delimiter
     Content-Disposition: form-data; name="model"          a head, as clients write it
@@ -10,7 +10,7 @@ parser, so nothing is taken that two parsers could read in two ways::
     whisper                                               the value: any bytes without "--B"
     --B--                                                 the end, and nothing after it
 
-Lines end with CR LF; ``--B`` stands nowhere else, not even after a lone LF.
+Lines end with CR LF; ``--B`` occurs nowhere else, not even after a lone LF.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pdconn.router.openai.requests import NAMES_MEMORY
 from transport.errors import shown
 
 MAX_PARTS = 256
-"""As many as a JSON body may have fields."""
+"""The limit of fields in a JSON body."""
 MAX_HEAD_NBYTES = 8 << 10
-"""Of one part's head."""
+"""Bytes of one part's head."""
 _MOST_MODEL_NBYTES = 512
 
-#: Without ``<``, which some parsers take out, and without quoted characters.  No further parameter:
-#: under a charset such as punycode ``name="vllm_xargs-"`` is ``vllm_xargs``.
+#: Without ``<``, which some parsers remove, and without quoted characters.  No further parameter:
+#: under a charset such as punycode ``name="vllm_xargs-"`` decodes to ``vllm_xargs``.
 _FORM = re.compile(
     r"\s*multipart/form-data\s*(?:;\s*charset=\"?utf-8\"?\s*)?;\s*boundary="
     r"(?:([\w.+/-]{1,200})|\"([\w'()+,./:=? -]{0,199}[\w'()+,./:=?-])\")"
     r"\s*(?:;\s*charset=\"?utf-8\"?\s*)?",
     re.IGNORECASE | re.ASCII,
 )
-#: As clients write it.  Any other form of it (folded, quoted or encoded in another way) could be
-#: read as another name by the engine.
+#: As clients write it.  The engine could read another name from any other form (folded, quoted or
+#: encoded differently).
 _DISPOSITION = re.compile(
     rb'content-disposition: form-data; name="([A-Za-z0-9_.\[\]-]{1,64})"'
     rb'(?:; filename="[^"\\\r\n]*")?(?:; filename\*=[^;"\\\r\n]*)?',
@@ -58,10 +58,10 @@ class _FormPart(NamedTuple):
 
 
 def check_form(content_type: str, raw: bytes) -> str | None:
-    """Check that a form names no memory of engines; returns what its part ``model`` holds.
+    """Check that a form names no engine memory; returns the value of its part ``model``.
 
     Raises:
-        BadBody: it is no form, a part's head is written oddly, or a part may not be there.
+        BadBody: the body is not a form, a part's head is unusual, or a part is not allowed.
     """
     found = _FORM.fullmatch(content_type)
     if found is None:
@@ -72,13 +72,13 @@ def check_form(content_type: str, raw: bytes) -> str | None:
         name = _name(raw[part.head])
         if name in _NOT_IN_FORMS:
             raise BadBody(name, "no value (engines name blocks, clients may not)", "a part")
-        if name == "model":  # of several the engine takes the last
+        if name == "model":  # of several the engine uses the last
             model = raw[part.value][:_MOST_MODEL_NBYTES].decode("utf-8", "replace")
     return model
 
 
 def _parts(raw: bytes, boundary: bytes) -> Iterator[_FormPart]:
-    """Every part; a body that is not exactly a form is refused, after the parts before that."""
+    """Every part; the first deviation from the format raises, after the parts before it."""
     line = b"--" + boundary
     if not raw.startswith(line):
         raise BadBody("body", "a form that begins with its boundary", _seen(raw[:80]))
@@ -104,7 +104,7 @@ def _parts(raw: bytes, boundary: bytes) -> Iterator[_FormPart]:
 
 
 def _name(head: bytes) -> str:
-    """The name in a part's head, which has one ``Content-Disposition``."""
+    """The name in a part's head, which has exactly one ``Content-Disposition``."""
     names = []
     for line in head.split(b"\r\n"):
         found = _DISPOSITION.fullmatch(line)

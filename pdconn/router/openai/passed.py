@@ -1,11 +1,11 @@
-"""Routes that go to one engine as they are.  Pure.
+"""Routes that one engine serves, without prefill and decode.  Pure.
 
-The table holds all of them: a path that is neither here nor in ``Route`` is answered 404, so that
-what operates an engine (``/sleep``, ``/reset_prefix_cache``, ``/v1/load_lora_adapter``, ...) cannot
-be reached through the router, and no more can what a later vLLM adds.  Left out on purpose:
+The table is complete: a path that is neither here nor in ``Route`` is answered 404, so that
+operational routes of engines (``/sleep``, ``/reset_prefix_cache``, ``/v1/load_lora_adapter``, ...)
+cannot be reached through the router, nor routes that a later vLLM adds.  Left out on purpose:
 
-- ``/inference/v1/generate``: it takes the names of an engine's memory inside ``sampling_params``;
-- ``/invocations``: it is any other route, by the fields of its body;
+- ``/inference/v1/generate``: accepts names of engine memory inside ``sampling_params``;
+- ``/invocations``: acts as any other route, depending on its body;
 - ``/v1/realtime``: a WebSocket.
 """
 
@@ -18,11 +18,11 @@ from enum import Enum
 class Asks(Enum):
     """The engines that a route may go to."""
 
-    #: It computes on the processor only, or in one pass: the least busy of all engines.
+    #: It computes on the CPU only, or in one pass: the least busy of all engines.
     ANY = "any engine"
-    #: It generates: a decode engine, and prefill only where none is up.
+    #: It generates: a decode engine, and prefill only if none is up.
     DECODE = "decode"
-    #: It is about a response that one decode engine keeps: each in turn, until one knows it.
+    #: It refers to a response that one decode engine keeps: each in turn, until one knows it.
     HOLDER = "the engine that keeps the response"
 
 
@@ -37,7 +37,7 @@ class PassedRoute:
 
     @property
     def name(self) -> str:
-        """The path for people and labels, without the pattern of its id."""
+        """The path for logs and labels, without the pattern of its id."""
         return self.path.replace(_ID, "{id}")
 
 

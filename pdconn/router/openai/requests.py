@@ -1,9 +1,8 @@
-"""A client's request: its headers and body, and whether a ticket can serve it.  Pure.
+"""A client's request: its headers and body, and whether it can use a ticket.  Pure.
 
-A body is split into its top-level fields and no further: what a field holds stays the bytes
-that the client sent (``msgspec.Raw``), so a prompt of a megabyte is never built as Python
-objects and never encoded again.  The router checks only what it needs; the engines check the
-rest.
+A body is split into its top-level fields and no further: the value of a field stays the client's
+bytes (``msgspec.Raw``), so a prompt of a megabyte is never built as Python objects nor encoded
+again.  The router checks only what it needs; the engines check the rest.
 
 Some requests cannot use a ticket.  They go to decode alone, which computes the prompt itself:
 slower, never wrong.  ``Direct`` lists the reasons.
@@ -26,7 +25,7 @@ from pdconn.router.errors import BadBody
 from pdconn.router.labels import LabelValue
 from transport.errors import did_you_mean, shown
 
-#: Headers of one connection, and headers that HTTP libraries write.
+#: Hop-by-hop headers, and headers that HTTP libraries write.
 _PER_HOP = frozenset(
     {
         "connection",
@@ -49,25 +48,25 @@ _PER_HOP = frozenset(
 
 REQUEST_ID_HEADER = "X-Request-Id"
 KEY_HEADER = "X-Api-Key"
-"""Where Anthropic's clients put the key that others put into ``Authorization``."""
+"""The header in which Anthropic's clients send the key; others use ``Authorization``."""
 RANK_HEADER = "X-data-parallel-rank"
 
-#: Headers that the router sets for engines, whatever a client sent.
+#: Headers that the router sets for engines; values from clients are dropped.
 _ROUTERS_OWN = (RANK_HEADER,)
 
 MAX_REQUEST_ID = 128
-"""Characters of a client's request id; engines build theirs from it, and tickets contain those."""
+"""Maximum characters of a client's request id; engines derive theirs from it, and so do tickets."""
 
-#: Headers that describe an answer's bytes, which are passed on as they are.
+#: Headers about an answer's bytes, which are passed on unchanged.
 OF_THE_ANSWER = frozenset({"content-encoding", "content-length"})
 
 
 def keep_end_to_end(
     headers: CIMultiDictProxy[str], also: frozenset[str] = frozenset()
 ) -> CIMultiDict[str]:
-    """The headers that a proxy passes on, repeated ones included.
+    """The end-to-end headers, repeated ones included.
 
-    ``also`` names headers that are kept although HTTP libraries usually write them.
+    ``also``: further headers to keep, which HTTP libraries usually write.
     """
     named = ",".join(headers.getall("Connection", ())).lower().split(",")
     dropped = (_PER_HOP | {name.strip() for name in named}) - also
@@ -79,10 +78,10 @@ def keep_end_to_end(
 
 
 def from_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """A client's headers as engines get them, with a request id.
+    """The headers for engines, from a client's, with a request id.
 
-    A client may choose the id, in printable ASCII; any other is replaced by one of ours.  It
-    may not choose the data-parallel rank.
+    A client may choose the id, in printable ASCII; any other is replaced.  It cannot choose the
+    data-parallel rank.
     """
     kept = keep_end_to_end(headers)
     for name in _ROUTERS_OWN:
@@ -90,13 +89,13 @@ def from_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     ids = kept.getall(REQUEST_ID_HEADER, [])
     if len(ids) != 1 or not is_request_id(ids[0]):
         kept[REQUEST_ID_HEADER] = uuid.uuid4().hex
-    # The body was read as JSON, and vLLM refuses JSON under any other content type.
+    # The body was parsed as JSON, and vLLM refuses JSON under any other content type.
     kept["Content-Type"] = "application/json"
     return kept
 
 
 def to_rank(headers: CIMultiDict[str], rank: int | None) -> CIMultiDict[str]:
-    """The headers for one data-parallel rank of an engine, or any of its ranks."""
+    """The headers for one data-parallel rank of an engine; None for any rank."""
     headers = headers.copy()
     if rank is not None:
         headers[RANK_HEADER] = str(rank)
@@ -104,7 +103,7 @@ def to_rank(headers: CIMultiDict[str], rank: int | None) -> CIMultiDict[str]:
 
 
 def asking(client: CIMultiDict[str]) -> CIMultiDict[str]:
-    """Headers to ask an engine with, for a request with those of ``client``."""
+    """The headers of the router's own question to an engine on behalf of ``client``."""
     headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
     if "Authorization" in client:
         headers["Authorization"] = client["Authorization"]
@@ -112,7 +111,7 @@ def asking(client: CIMultiDict[str]) -> CIMultiDict[str]:
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a client may name its request so.
+    """Whether a client's request id is acceptable.
 
     >>> is_request_id("chat-7"), is_request_id("chat\u200b7"), is_request_id("x" * 600)
     (True, False, False)
@@ -123,7 +122,7 @@ def is_request_id(text: str) -> bool:
 Fields = Mapping[str, Raw]
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not JSON, or not of the type that was asked for."""
+"""Errors of msgspec for bytes that are not JSON, or not of the requested type."""
 
 
 class Route(Enum):
@@ -148,7 +147,7 @@ class Direct(LabelValue):
         "several_prompts",
         "Several prompts in one body: a response carries one ticket.",
     )
-    # vLLM makes n requests of it, and each would pull with the same ticket: the first that is done
+    # vLLM makes n requests of it, and each would pull with the same ticket: the first to finish
     # frees blocks that the others still read.
     SEVERAL_CHOICES = ("several_choices", "`n` above 1: each of them would use the same ticket.")
     BEAM_SEARCH = (
@@ -163,8 +162,8 @@ class Direct(LabelValue):
         "prompt_embeds",
         "A prompt of embeddings: connectors count token ids, and there are none.",
     )
-    # Where vLLM truncates a prompt can depend on max_tokens, which differs between the two bodies:
-    # the blocks would be of two different prompts.
+    # The position of a truncation can depend on max_tokens, which differs between the two bodies:
+    # the blocks would belong to two different prompts.
     TRUNCATED_PROMPT = (
         "truncated_prompt",
         "A prompt that vLLM truncates: prefill and decode could cut it at two places.",
@@ -205,9 +204,8 @@ class Direct(LabelValue):
     )
 
 
-#: field -> (values that leave it off, reason).  Any other value turns it on, "yes" and 1.0 too:
-#: vLLM is lenient in what it takes for true, and a request that goes direct without need is
-#: merely slower.
+#: field -> (values that disable it, reason).  Any other value enables it, also "yes" and 1.0: vLLM
+#: accepts many forms of true, and a request that goes direct unnecessarily is merely slower.
 _GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
     "n": (frozenset({b"1", b"null"}), Direct.SEVERAL_CHOICES),
     "use_beam_search": (frozenset({b"false", b"null"}), Direct.BEAM_SEARCH),
@@ -222,19 +220,19 @@ _RESPONSE_GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
     "previous_response_id": (frozenset({b"null"}), Direct.STORED_RESPONSE),
     "truncation": (frozenset({b'"disabled"', b"null"}), Direct.TRUNCATED_PROMPT),
 }
-"""The same, on ``/v1/responses`` alone."""
+"""Further rows for ``/v1/responses``."""
 
 TICKET_FIELD = "kv_transfer_params"
-#: Both name memory of engines.  vLLM reads them from ``vllm_xargs`` too.
+#: Both name engine memory.  vLLM also reads them from ``vllm_xargs``.
 NAMES_MEMORY = (TICKET_FIELD, "ec_transfer_params")
 
 REPORT_MODE = "kv_cache_report_mode"
 XARGS = ("ngram_size", "session_id", "whitelist_token_ids", "window_size")
-"""Names in ``vllm_xargs`` that a client may use: what vLLM's own models read there.  It hands
-all others to the scheduler too, where ``kv_cache_report_mode`` alters what caches report."""
+"""Names in ``vllm_xargs`` that clients may use: those that vLLM's own models read.  vLLM passes
+all others to the scheduler too, where ``kv_cache_report_mode`` changes what caches report."""
 
 MAX_FIELDS = 256
-"""Of one JSON object.  A request of every field that vLLM knows has a third as many."""
+"""Fields of one JSON object.  A request with every field of vLLM has a third as many."""
 _FIRST_ELEMENT = re.compile(rb"\[\s*+(.)", re.DOTALL)
 _EMPTY_OBJECT = re.compile(rb"\{\s*+\}")
 
@@ -244,10 +242,10 @@ class ParsedBody:
     """A client's body that passed the checks.
 
     Attributes:
-        route: where it was sent.
-        raw: its bytes.
-        fields: its top level.
-        direct: why decode has to serve it alone; None if a ticket can serve it.
+        route: the route that received it.
+        raw: the bytes.
+        fields: the top-level fields.
+        direct: why decode has to serve it alone; None if it can use a ticket.
     """
 
     route: Route
@@ -257,11 +255,11 @@ class ParsedBody:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it goes on from a response that one engine keeps."""
+        """Whether it continues a response that one engine keeps."""
         return self.direct is Direct.STORED_RESPONSE and "previous_response_id" in self.fields
 
     def emptied(self) -> ParsedBody:
-        """The same without its bytes, for a request that needs them no more."""
+        """The body without its bytes, for a request that no longer needs them."""
         return ParsedBody(self.route, b"", {}, self.direct)
 
 
@@ -269,13 +267,13 @@ def parse_body(route: Route, raw: bytes, xargs: Collection[str] = XARGS) -> Pars
     """Split and check a client's body.
 
     Args:
-        route: where it was sent.
+        route: the route that received it.
         raw: its bytes.
-        xargs: names that it may use in ``vllm_xargs``.
+        xargs: names that clients may use in ``vllm_xargs``.
 
     Raises:
         BadBody: not a JSON object, too many fields, no prompt, a prompt that names memory, or a
-            name in ``vllm_xargs`` that clients may not use.
+            name in ``vllm_xargs`` that is not allowed.
 
     >>> parse_body(Route.COMPLETIONS, b'{"prompt": ["a", "b"]}').direct
     <Direct.SEVERAL_PROMPTS: 'several_prompts'>
@@ -290,10 +288,10 @@ def parse_body(route: Route, raw: bytes, xargs: Collection[str] = XARGS) -> Pars
 
 
 def checked_fields(raw: bytes, xargs: Collection[str]) -> dict[str, Raw]:
-    """The top level of a body that names no memory, on any route.
+    """The top-level fields of a body that names no memory, on any route.
 
     Raises:
-        BadBody: as ``parse_body``, but for the prompt.
+        BadBody: as for ``parse_body``, but without the check of the prompt.
     """
     fields = _split(raw)
     _refuse_named_memory(fields)
@@ -302,13 +300,13 @@ def checked_fields(raw: bytes, xargs: Collection[str]) -> dict[str, Raw]:
 
 
 class _Name(str):
-    """The name of a field, of a type that msgspec asks us to make."""
+    """A field name, in a type whose construction msgspec delegates to us."""
 
     __slots__ = ()
 
 
 def _split(raw: bytes | Raw, field: str = "body") -> dict[str, Raw]:
-    """The fields of an object, of which there are at most ``MAX_FIELDS``."""
+    """The fields of an object, at most ``MAX_FIELDS``."""
     names: list[str] = []
 
     def named(kind: type, name: str) -> _Name:
@@ -330,7 +328,7 @@ def _split(raw: bytes | Raw, field: str = "body") -> dict[str, Raw]:
 
 
 def _refuse_named_memory(fields: Fields) -> None:
-    """A client that could name blocks could read another client's prompt."""
+    """Refuse fields that name blocks: a client could read another client's prompt with them."""
     for name in NAMES_MEMORY:
         if name in fields and not is_empty(fields[name]):
             _refuse(name, fields[name])
@@ -387,15 +385,15 @@ def _engine_calls(tools: Raw) -> bool:
     try:
         found = msgspec.json.decode(tools, type=list[_Tool] | None)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return True  # the engine will say what is wrong
+        return True  # the engine reports the error
     return any(tool.type != "function" for tool in found or ())
 
 
 def _holds_several(prompt: Raw) -> bool:
     """Whether a prompt field holds more than one prompt.
 
-    A list of numbers is one prompt.  No more than two elements are looked at, because a long
-    prompt has a hundred thousand; the engine checks the rest.
+    A list of numbers is one prompt.  At most two elements are decoded, because a long prompt has a
+    hundred thousand; the engine checks the rest.
     """
     if kind_of(prompt) != "a list":
         return False
@@ -403,7 +401,7 @@ def _holds_several(prompt: Raw) -> bool:
     if first is not None and first[1] not in b'"[':
         return False
     try:
-        msgspec.json.decode(prompt, type=tuple[Raw])  # gives up at a second element
+        msgspec.json.decode(prompt, type=tuple[Raw])  # fails at a second element
     except msgspec.ValidationError:
         return True
     return False
@@ -413,7 +411,7 @@ _OF_IDS = b"0123456789,[] \t\r\n"
 
 
 def count_ids(prompt: memoryview) -> int | None:
-    """Token ids in a prompt, or in several prompts of them; None where it holds anything else.
+    """Token ids in a prompt, or in a list of prompts; None where it holds anything else.
 
     >>> count_ids(memoryview(b"[[1, 2], [3]]")), count_ids(memoryview(b'["text"]'))
     (3, None)
@@ -422,7 +420,7 @@ def count_ids(prompt: memoryview) -> int | None:
     if not text.startswith(b"[") or text.translate(None, _OF_IDS):
         return None
     if text.count(b"[") == 1 and text.strip(b"[ \t\r\n]"):
-        return text.count(b",") + 1  # one list that is not empty: three times as fast
+        return text.count(b",") + 1  # one non-empty list: three times as fast
     return len(text.translate(_ONLY_DIGITS).split())
 
 
@@ -442,12 +440,12 @@ def kind_of(value: Raw) -> str:
 
 
 def is_empty(value: Raw) -> bool:
-    """Null or ``{}``, which some clients send for every field that they do not use."""
+    """Null or ``{}``, which some clients send for every unused field."""
     return kind_of(value) == "null" or _EMPTY_OBJECT.fullmatch(memoryview(value)) is not None
 
 
 def text(value: Raw | None) -> str | None:
-    """What a JSON string says; None where the value is none."""
+    """The value of a JSON string; None for any other value."""
     if value is None or kind_of(value) != "a string":
         return None
     try:

@@ -4,7 +4,7 @@
 
     events ──► index ──rows──► score ──► hits          hashing ──chain of a request──┘
 
-``events`` decodes what an engine publishes, ``index`` keeps it by the engine's own block
-hashes, ``hashing`` computes the hashes of a request's blocks, and ``score`` finds how much of
-them each engine holds.  ``snapshot`` is all of that in a file.
+``kv_events`` decodes an engine's events, ``index`` keeps the cached blocks by the engine's own
+block hashes, ``hashing`` computes the hashes of a request's blocks, and ``score`` determines how
+much of the request each engine holds.  ``snapshot`` writes and reads all of that as a file.
 """

@@ -1,4 +1,4 @@
-"""Block hashes of recent prompts, so that only what a conversation adds is hashed.  Pure.
+"""Block hashes of recent prompts, so that only appended blocks are hashed.  Pure.
 
 ::
 
@@ -6,9 +6,9 @@
                     └── another first question ──┬── …                 that all prompts below
                                                  └── …                 it have in common
 
-Runs form a tree.  Below a run, at most one begins with a given label, and a label is all that
-goes into a block's hash beside its parent: its tokens and its extra keys.  So prompts share a
-run exactly as far as their hashes are equal, whatever adapter, salt or images they have.
+Runs form a tree.  Below a run, at most one child begins with a given label; a label is the input of
+a block's hash beside its parent: its tokens and its extra keys.  So prompts share a run exactly as
+far as their hashes are equal, whatever adapter, salt or images they have.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Label: TypeAlias = "tuple[bytes, Keys]"
 T = TypeVar("T")
 
 STEP_TOKENS = 8192
-"""Tokens that are hashed without a pause: a millisecond or two with blocks of 16."""
+"""Tokens that are hashed without a pause: one or two milliseconds with blocks of 16."""
 
 
 def finish(steps: Generator[None, None, T]) -> T:
-    """The result of work in steps, without its pauses."""
+    """Run a generator to its end without pausing; returns its result."""
     while True:
         try:
             next(steps)
@@ -52,7 +52,7 @@ def finish(steps: Generator[None, None, T]) -> T:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Blocks in a row: tokens ``[block, token]``, and the keys by each block's number."""
+    """Consecutive blocks: tokens ``[block, token]``, and extra keys by block number."""
 
     rows: NDArray[np.int32]
     first: int
@@ -60,8 +60,8 @@ class _Blocks:
 
     @property
     def label(self) -> Label:
-        """The first block's label."""
-        return self.rows[0].tobytes(), self.keys.of(self.first)
+        """The label of the first block."""
+        return self.rows[0].tobytes(), self.keys.keys_of(self.first)
 
     def cut(self, begin: int, end: int) -> _Blocks:
         """A copy of the blocks ``begin`` to ``end - 1``."""
@@ -70,18 +70,20 @@ class _Blocks:
         return _Blocks(rows, begin, BlockKeys(self.keys.usual, special))
 
     def num_shared(self, prompt: _Blocks) -> int:
-        """How many of these blocks ``prompt`` has; it has the first one and all before."""
+        """How many of these blocks ``prompt`` has; it has the first one and all before it."""
         theirs = prompt.rows[self.first : self.first + len(self.rows)]
         same = (self.rows[: len(theirs)] == theirs).all(axis=1)
         if self.keys.special or prompt.keys.special:
             numbers = range(self.first, self.first + len(theirs))
-            same &= np.array([self.keys.of(b) == prompt.keys.of(b) for b in numbers], bool)
+            same &= np.array(
+                [self.keys.keys_of(b) == prompt.keys.keys_of(b) for b in numbers], bool
+            )
         return len(same) if same.all() else int(same.argmin())
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A node of the tree; ``digests`` are its blocks' full hashes, joined."""
+    """A node of the tree; ``digests`` are its blocks' full hashes, concatenated."""
 
     blocks: _Blocks
     digests: bytes
@@ -92,17 +94,17 @@ class _Run:
 class Chains:
     """A bounded tree of block hashes.  The least recently used prompts are dropped first.
 
-    A remembered token costs 4 bytes, a block ``hash_nbytes``, a block that an item is in 0.2 KB
-    more, and a run 0.8 KB: for prompts of 8192 tokens with nothing in common, 6.1 bytes per token
-    with blocks of 16 tokens and 4.3 with 256 (tracemalloc, ``sha256_cbor``).  A prompt of 131 072
-    tokens that has grown by 512 takes 4 ms instead of 14.  Most of that converts its list to a
+    A kept token costs 4 bytes, a block ``hash_nbytes``, a block that contains an item 0.2 KB more,
+    and a run 0.8 KB: for prompts of 8192 tokens with nothing in common, 6.1 bytes per token with
+    blocks of 16 tokens and 4.3 with 256 (tracemalloc, ``sha256_cbor``).  Hashing a prompt of 131
+    072 tokens that has grown by 512 takes 4 ms instead of 14.  Most of that converts its list to a
     vector: a known prompt that is a vector takes 0.5 ms.
 
     Attributes:
-        scheme: how blocks are hashed.
-        max_tokens: bound of the tokens that are kept; what prompts share counts once.
-        num_tokens: kept now.
-        blocks_reused, blocks_computed: of all prompts so far.
+        scheme: the hash scheme.
+        max_tokens: limit of the kept tokens; tokens that prompts share count once.
+        num_tokens: tokens kept now.
+        blocks_reused, blocks_computed: totals over all prompts.
     """
 
     def __init__(self, scheme: HashScheme, *, max_tokens: int) -> None:
@@ -116,25 +118,27 @@ class Chains:
         self._nbytes = scheme.hash_nbytes
         nothing = _Blocks(np.empty((0, scheme.block_tokens), np.int32), 0, BlockKeys(None, {}))
         self._root = _Run(nothing, b"", None)
-        self._recent: OrderedDict[_Run, None] = OrderedDict()  # a parent comes after its children
+        self._recent: OrderedDict[_Run, None] = OrderedDict()  # parents come after their children
 
     @property
     def num_runs(self) -> int:
-        """Runs in the tree: one for each prompt, and one for each place where prompts part."""
+        """Runs in the tree: one per prompt, and one per point where prompts diverge."""
         return len(self._recent)
 
-    def of(self, tokens: Tokens, extras: Extras = NOTHING) -> list[int]:
+    def hashes_of(self, tokens: Tokens, extras: Extras = NOTHING) -> list[int]:
         """External hashes of all full blocks of a prompt.
 
         Raises:
-            BadPrompt: for tokens that no model has.
+            BadPrompt: a token is out of range.
         """
-        return finish(self.steps(tokens, extras))
+        return finish(self.hash_in_steps(tokens, extras))
 
-    def steps(self, tokens: Tokens, extras: Extras = NOTHING) -> Generator[None, None, list[int]]:
-        """The same with a pause after each ``STEP_TOKENS`` that are hashed.
+    def hash_in_steps(
+        self, tokens: Tokens, extras: Extras = NOTHING
+    ) -> Generator[None, None, list[int]]:
+        """:meth:`hashes_of` as a generator that pauses after each ``STEP_TOKENS`` hashed tokens.
 
-        Other prompts may be hashed in a pause.
+        Other prompts may be hashed during a pause.
         """
         size = self.scheme.block_tokens
         vector = as_array(tokens)
@@ -154,7 +158,7 @@ class Chains:
             parent = bytes(digests[-self._nbytes :]) or self.scheme.root
             upto = vector[: (first + step) * size]
             digests += b"".join(extend(self.scheme, parent, upto, keys, first))
-        if num_blocks > num_known + step:  # the tree may have changed in a pause
+        if num_blocks > num_known + step:  # the tree may have changed during a pause
             path, known = self._walk(prompt)
             num_known = len(known) // self._nbytes
         fresh = bytes(digests[len(known) :])
@@ -168,12 +172,12 @@ class Chains:
         return hashes
 
     def _walk(self, prompt: _Blocks) -> tuple[list[_Run], bytes]:
-        """The runs that the prompt begins with (of the last perhaps a part), and their hashes."""
+        """The runs along the prompt (the last perhaps in part), and their hashes."""
         path: list[_Run] = []
         known: list[bytes] = []
         run, done = self._root, 0
         while done < len(prompt.rows):
-            child = run.children.get((prompt.rows[done].tobytes(), prompt.keys.of(done)))
+            child = run.children.get((prompt.rows[done].tobytes(), prompt.keys.keys_of(done)))
             if child is None:
                 break
             shared = child.blocks.num_shared(prompt)

@@ -1,10 +1,10 @@
-"""Detects how an engine hashes its blocks, from the first blocks that it stores.  Pure.
+"""Detects an engine's hash scheme from the first blocks that it stores.  Pure.
 
-An event carries tokens and their hashes, so schemes can be tried.  Only blocks at the beginning
-of a prompt of plain text are usable: of others, the tokens before or the extra keys are not known.
+An event carries tokens and their hashes, so schemes can be tried.  Only blocks at the beginning of
+a plain-text prompt are usable: for others, the preceding tokens or the extra keys are unknown.
 
-A group's blocks may be coarser than the hashed ones, as ``hash_block_size`` divides the blocks
-of every group; the hash of a coarse block is the last fine one in it (vLLM's
+A group's blocks may be coarser than the hashed ones, as ``hash_block_size`` divides the blocks of
+every group; the hash of a coarse block is the last fine one in it (vLLM's
 ``BlockHashListWithBlockSize``)::
 
     hashed blocks   a   b   c   d         block_tokens / 2
@@ -31,27 +31,27 @@ from pdconn.router.prefix.hashing import (
 from pdconn.router.prefix.kv_events import Stored
 
 MOST_PARTS = 1024
-"""Hashed blocks in one of a group's, at most: bounds what an event can make us compute."""
+"""Maximum hashed blocks per group block: bounds the work that an event can cause."""
 
 MOST_BLOCK_TOKENS = 8192
 MOST_NBYTES = 1 << 20
-"""Bounds of a block, and of the tokens of an event that is tried: both cost time."""
+"""Limits of a block, and of the tokens of an event that is tried: both bound the time."""
 
 _TOKENS = msgspec.msgpack.Decoder(list[int])
 _NO_KEYS = msgspec.msgpack.Decoder(list[None] | None)
 
 
 def detect(stored: Stored, seed: str | None) -> HashScheme | None:
-    """The scheme by which every block of an event has the hash that the event says.
+    """The scheme by which every block of an event has the hash in the event.
 
     Args:
         stored: blocks at the beginning of a prompt, without adapter or extra keys.
-        seed: ``PYTHONHASHSEED`` of the engine; None where it has none: then the algorithms
-            that are not cryptographic are not tried, since their root is random.
+        seed: ``PYTHONHASHSEED`` of the engine; None if unset: then non-cryptographic algorithms are
+            not tried, since their root is random.
 
     Returns:
-        None where no scheme agrees, and for unusable events: of other blocks, masked (with
-        fewer hashes than blocks), or without tokens.
+        None where no scheme agrees, and for unusable events: other blocks, masked events (with
+            fewer hashes than blocks), or events without tokens.
     """
     tokens = _plain_tokens(stored)
     if tokens is None:
@@ -88,7 +88,7 @@ def _candidates(block_tokens: int, seed: str | None) -> Iterator[HashScheme]:
 
 
 def _agrees(scheme: HashScheme, tokens: NDArray[np.int32], stored: Stored) -> bool:
-    """Whether all hashes are the scheme's.  The first block is tried first: most fail there."""
+    """Whether all hashes match the scheme.  Most schemes fail at the first block."""
     per_block = stored.block_tokens // scheme.block_tokens
     begun = chain(scheme, tokens[: stored.block_tokens])
     if external(begun[-1]) != stored.hashes[0]:

@@ -1,4 +1,4 @@
-"""Where a hit may end by the blocks that a group holds, as words with a bit for each pod.  Pure."""
+"""Where a hit may end, given a group's blocks, as words with one bit per pod.  Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ALL = np.uint64(2**64 - 1)
 
 
 def tail_ends(held: Words, need: int) -> Words:
-    """Where the last ``need`` blocks are held, or all from block 0.
+    """The ends at which the last ``need`` blocks are held, or all from block 0.
 
-    A run of n blocks is one of a and, before it, one of b = n - a, so n is reached by
-    doubling.  Blocks before block 0 count as held.
+    A run of n blocks is one of a and, before it, one of b = n - a, so n is reached by doubling.
+    Blocks before block 0 count as held.
     """
     if need == 0:
         return np.full(len(held), ALL)
@@ -28,7 +28,7 @@ def tail_ends(held: Words, need: int) -> Words:
 
 
 def chunk_ends(held: Words, spec: GroupSpec) -> Words:
-    """Where the blocks of the current chunk are held; after a whole chunk none is needed."""
+    """The ends at which the current chunk's blocks are held; a whole chunk needs none after it."""
     assert spec.window is not None
     size = spec.window // spec.block_tokens
     if size > len(held):
@@ -40,22 +40,22 @@ def chunk_ends(held: Words, spec: GroupSpec) -> Words:
 
 
 def covered(held: Words, every: int) -> Words:
-    """For each hash block whether a block covers it, whole or as far as it was filled.
+    """For each hash block, whether a block covers it, completely or as far as it was filled.
 
-    A block of ``every`` hash blocks is held by the hash of its last one, a part of it by that of
-    the last one filled, so either covers what lies before it in the block::
+    A block of ``every`` hash blocks is held under the hash of its last one, a partial block under
+    that of the last one filled, so either covers the hash blocks before it in the block::
 
         held      . . . x   . x . .   . . . .
         covered   x x x x   x x . .   . . . .
     """
-    every = max(1, min(every, len(held)))  # longer blocks cover no more, and would be filled up
+    every = max(1, min(every, len(held)))  # longer blocks cover no more, and would be padded
     parts = np.append(held, np.zeros(-len(held) % every, np.uint64)).reshape(-1, every)
     reach = np.bitwise_or.accumulate(parts[:, ::-1], axis=1)[:, ::-1]
     return np.ascontiguousarray(reach).reshape(-1)[: len(held)]
 
 
 def fine_ends(held: Words, every: int) -> Words:
-    """Where full attention lets a hit end behind any hash block: all before it are covered."""
+    """The ends that full attention allows after any hash block: all blocks before are covered."""
     return np.bitwise_and.accumulate(covered(held, every))
 
 
@@ -78,6 +78,6 @@ def _bits(words: Words) -> NDArray[np.uint8]:
 
 
 def count(held: Words, places: list[int], inside: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """For each pod at ``places`` the blocks that it holds within its hit."""
+    """For each pod at ``places`` the number of blocks that it holds within its hit."""
     counted: NDArray[np.float64] = (_bits(held)[:, places] & inside).sum(axis=0, dtype=np.float64)
     return counted

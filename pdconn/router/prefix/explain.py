@@ -1,4 +1,4 @@
-"""The KV cache group that ends a pod's hit, and where: for people to read.  Pure."""
+"""The KV cache group that ends a pod's hit, and where, as a sentence.  Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Cut:
 
     Attributes:
         group: the group that cut it; None where no single group did.
-        kind: of the group, as vLLM names it; ``stored`` where a stored row has to be whole.
-        missing_block: index, in the group's own blocks, of the one that a longer hit lacks.
-        missing_token: where that block begins.
+        kind: vLLM's kind of the group; ``stored`` if the hit has to end at a whole stored row.
+        missing_block: index, in the group's own blocks, of the first block that a longer hit needs.
+        missing_token: first token of that block.
         why: a sentence.
     """
 
@@ -36,11 +36,11 @@ class Cut:
 
 
 def explain(index: Index, prompt: Prompt, name: str, hit: Hit) -> Cut | None:
-    """What cut the ``hit`` of a pod, or None if it is as long as the prompt allows.
+    """The reason for the end of a pod's ``hit``; None if it is as long as the prompt allows.
 
-    A hit could end at the longest prefix that full attention holds, or if that prefix needs
-    stored blocks, where the last whole row in it ends.  If the hit is shorter, another group lacks
-    a block there and cut it; otherwise full attention or the row cut it.
+    A hit could end at the longest prefix that full attention holds or, if that prefix needs stored
+    blocks, at the end of its last whole row.  If the hit is shorter, another group lacks a block
+    there and cut it; otherwise full attention or the row cut it.
     """
     pod = index.pods[name]
     unit = prompt.hash_block_tokens
@@ -93,9 +93,9 @@ def stored_blocks(index: Index, prompt: Prompt, name: str, hit: Hit) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Blocks of a prompt that a pod holds, with those in a store or without.
+    """The blocks of a prompt that a pod holds, with or without those in a store.
 
-    ``is_fine``: a block counts as far as it was filled.
+    ``is_fine``: a partial block counts as far as it was filled.
     """
 
     index: Index
@@ -104,20 +104,20 @@ class _Holding:
     with_stored: bool
     is_fine: bool = False
 
-    def of(self, group: int, spec: GroupSpec) -> NDArray[np.bool_]:
-        """For each of the group's blocks whether the pod holds it."""
+    def group_blocks(self, group: int, spec: GroupSpec) -> NDArray[np.bool_]:
+        """For each of the group's blocks, whether the pod holds it."""
         return self._at(group, spec, spec.block_tokens // self.prompt.hash_block_tokens)
 
     def hash_blocks(self, group: int, spec: GroupSpec) -> NDArray[np.bool_]:
-        """For each hash block whether a block that the pod holds covers it."""
+        """For each hash block, whether a block that the pod holds covers it."""
         every = spec.block_tokens // self.prompt.hash_block_tokens
         if not self.is_fine:
-            return np.repeat(self.of(group, spec), every)
+            return np.repeat(self.group_blocks(group, spec), every)
         found: NDArray[np.bool_] = covered(self._at(group, spec, 1).astype(np.uint64), every) != 0
         return found
 
     def ends_with(self, group: int, spec: GroupSpec, block: int) -> bool:
-        """Whether the pod holds what ends with hash block ``block``."""
+        """Whether the pod holds a block that ends with hash block ``block``."""
         at = self._at(group, spec, 1)
         return block < len(at) and bool(at[block])
 
@@ -134,12 +134,12 @@ class _Holding:
         return held
 
     def whole_blocks(self, group: int, spec: GroupSpec) -> int:
-        """Leading blocks of the group, all of which the pod holds."""
-        held = self.of(group, spec)
+        """Number of leading blocks of the group that the pod holds."""
+        held = self.group_blocks(group, spec)
         return len(held) if held.all() else int(held.argmin())
 
     def prefixes(self, whole: Sequence[tuple[int, GroupSpec]]) -> list[int]:
-        """For each group of full attention the tokens after which it lets a hit end."""
+        """For each full attention group, the tokens after which it allows a hit to end."""
         if self.is_fine:
             unit = self.prompt.hash_block_tokens
             runs = [np.append(self.hash_blocks(*one), False).argmin() for one in whole]
@@ -164,7 +164,7 @@ def _tail_cut(holding: _Holding, tail: tuple[int, GroupSpec], end: int) -> Cut |
     group, spec = tail
     if holding.is_fine and spec.needs is Needs.STATE:
         return _state_cut(holding, tail, end)
-    held = holding.of(group, spec)
+    held = holding.group_blocks(group, spec)
     outside = "" if holding.with_stored else " outside the store"
     behind = end // spec.block_tokens + spec.peeks
     if spec.needs is Needs.CHUNK:
@@ -182,7 +182,7 @@ def _tail_cut(holding: _Holding, tail: tuple[int, GroupSpec], end: int) -> Cut |
 
 
 def _state_cut(holding: _Holding, tail: tuple[int, GroupSpec], end: int) -> Cut | None:
-    """A state is held where the engine kept it, at the end of any hash block."""
+    """The cut by a missing state; states are held where the engine kept them, at any hash block."""
     group, spec = tail
     unit = holding.prompt.hash_block_tokens
     if end == 0 or holding.ends_with(group, spec, end // unit - 1):

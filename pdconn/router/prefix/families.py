@@ -1,4 +1,4 @@
-"""Pods whose groups are alike, which one pass over a prompt scores together.  Pure."""
+"""Families of pods with equal groups, which one pass over a prompt scores together.  Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Family:
     """Pods with equal group descriptions and rows, which one pass scores together.
 
     Attributes:
-        whole, tails: group index and spec of those that count: full attention, and others.
-        masks: for each word the bits of its pods.
-        align: hash blocks that every hit is a multiple of; None where some group's blocks
-            are no multiple of hash blocks, so that there is no hit.
-        alone: whether the engine has one group, which EAGLE looks up within the cap.
-        row_tokens: see :class:`~pdconn.router.prefix.index.Pod`.
-        is_fine: whether a hit may end behind any hash block, within blocks.
+        whole, tails: group index and spec of the groups that count: full attention, and others.
+        masks: for each word, the bits of the family's pods.
+        align: hash blocks that every hit is a multiple of; None if some group's blocks are no
+            multiple of hash blocks, so that there is no hit.
+        alone: whether the engine has one group, for which EAGLE's extra block lies within the cap.
+        row_tokens: as in :class:`~pdconn.router.prefix.index.Pod`.
+        is_fine: whether a hit may end after any hash block, inside blocks.
         with_stored: whether blocks in a store count.
     """
 
@@ -37,11 +37,11 @@ class Family:
 
     @property
     def beside_a_pull(self) -> Family | None:
-        """What counts beside a pull, if that differs: full attention alone.
+        """The family for pulls, if it differs: only full attention counts.
 
-        vLLM's ``KVCacheManager.get_computed_blocks_for_connector`` beside states, and
-        :mod:`pdconn.vllm.patches.pool.local_hits` beside windows, but where one of these is held
-        further than full attention: then the hit counts on which all agree.
+        vLLM's ``KVCacheManager.get_computed_blocks_for_connector`` with states, and
+        :mod:`pdconn.vllm.patches.pool.local_hits` with windows, unless one of these is held further
+        than full attention: then the hit on which all agree counts.
         """
         needs = {spec.needs for _, spec in self.tails}
         in_windows = bool(needs) and needs <= _WINDOWED
@@ -71,7 +71,7 @@ def groups_that_count(
 
 
 def families(index: Index, hash_block_tokens: int) -> Iterator[Family]:
-    """The pods of an index by their group descriptions."""
+    """The pods of an index, grouped by their group descriptions."""
     together: dict[object, tuple[Pod, list[int]]] = {}
     for pod in index.pods.values():
         whole, tails = groups_that_count(pod, hash_block_tokens)

@@ -1,4 +1,4 @@
-"""Blocks of a prefix that a KV cache group needs to continue after it.  Pure.
+"""The blocks of a prefix that a KV cache group needs to continue after it.  Pure.
 
     needs                       kinds of vLLM's ``kv_cache_spec_kind``
     WHOLE   every block         full_attention, mla_attention, sink_full_attention
@@ -23,9 +23,9 @@ from enum import Enum
 STORED = "storage"
 """The medium of blocks in a store: outside the engine, loaded in whole rows."""
 REMOTE = "remote"
-"""The medium of blocks on another host, in a store that several share, whatever they lie on."""
+"""The medium of blocks in a store on another host, whatever the storage device."""
 OUTSIDE = frozenset({STORED, REMOTE, "fs", "obj"})
-"""Media outside the engine's own memory: it has to load what lies there, and cannot lend it."""
+"""Media outside the engine's memory: it has to load these blocks, and cannot lend them."""
 
 
 class Needs(Enum):
@@ -58,9 +58,9 @@ class GroupSpec:
 
     Attributes:
         kind: a key of ``KINDS``; any other counts as ``unknown``.
-        window: tokens of a sliding window or of a chunk; None where it has none, or where
-            the engine does not report it (vLLM does not for chunks).
-        block_tokens: tokens of one of its blocks.
+        window: tokens of a sliding window or of a chunk; None without one, or where the engine does
+            not report it (vLLM does not for chunks).
+        block_tokens: tokens per block.
         eagle: whether a hit needs one block more than it counts (EAGLE and MTP drafters
             recompute the last one).
     """
@@ -87,17 +87,17 @@ class GroupSpec:
 
     @property
     def tail_blocks(self) -> int:
-        """Blocks of a window or state that a hit needs at its end, and after it with EAGLE."""
+        """Blocks of a window or state that a hit needs at its end, and with EAGLE after it."""
         if self.needs is Needs.STATE or self.window is None:
             return 1
         return -(-(self.window - 1) // self.block_tokens) + self.peeks
 
 
 def ends_anywhere(specs: Collection[GroupSpec], hash_block_tokens: int) -> bool:
-    """Whether vLLM lets a hit end behind any hash block, not only behind a block of every group.
+    """Whether vLLM allows a hit to end after any hash block, not only after a block of every group.
 
-    It does beside states whose blocks are longer, if every group but those of full attention has
-    blocks of one hash block.
+    It does with states whose blocks are longer, if every group except full attention has blocks of
+    one hash block.
     """
     longer = [spec for spec in specs if spec.block_tokens != hash_block_tokens]
     kinds = {spec.needs for spec in longer}

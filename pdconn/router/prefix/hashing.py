@@ -7,9 +7,9 @@
     extra keys 0 ─┘           ├─► hash 1 ─► …      hash n = H((hash n-1, tokens n, keys n))
     tokens 16..31, keys 1  ───┘
 
-A hash stands for its block and all before it, so equal hashes mean equal prefixes.  Only full
-blocks have one.  Other inputs of a block's KV cache are its extra keys: the adapter in every
-block, an image in each block that it overlaps, the salt in the first.
+A hash identifies its block and all blocks before it, so equal hashes mean equal prefixes.  Only
+full blocks have one.  The other inputs of a block's KV cache are its extra keys: the adapter in
+every block, an image in each block that it overlaps, the salt in the first.
 
 Source: ``hash_block_tokens``, ``generate_block_hash_extra_keys`` and ``init_none_hash`` of
 vLLM's ``v1/core/kv_cache_utils.py``, and ``utils/hashing.py``; 0.32.
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from transport.errors import FieldError
 
 DEFAULT_SEED = "vllm-none-hash"
-"""Seed of the cryptographic algorithms where the engines have no ``PYTHONHASHSEED``."""
+"""Seed of the cryptographic algorithms if the engines have no ``PYTHONHASHSEED``."""
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32]"
 Keys: TypeAlias = tuple[tuple[str | int, ...], ...] | None
@@ -46,11 +46,11 @@ class BadInput(FieldError, ValueError):
 
 
 class BadScheme(BadInput):
-    """No engine hashes like this, or its root is secret."""
+    """No engine hashes in this way, or its root is secret."""
 
 
 class BadPrompt(BadInput):
-    """A prompt that no engine would hash."""
+    """A prompt that engines would not hash."""
 
 
 def _sha256(message: bytes) -> bytes:
@@ -67,10 +67,10 @@ def _cbor(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A row of ``ALGORITHMS``: how a value is encoded, and the bytes are hashed.
+    """A row of ``ALGORITHMS``: the encoding of a value, and the hash of the bytes.
 
-    ``secret_root``: vLLM draws the root at random unless ``PYTHONHASHSEED`` is set, since with
-    a known root prompts can be made whose hashes collide.
+    ``secret_root``: vLLM draws the root at random unless ``PYTHONHASHSEED`` is set, since a known
+    root allows building prompts whose hashes collide.
     """
 
     encode: Callable[[object], bytes]
@@ -94,10 +94,10 @@ class HashScheme:
     Attributes:
         algorithm: a key of ``ALGORITHMS``.
         block_tokens: tokens of one hashed block, vLLM's ``hash_block_size``.
-        seed: ``PYTHONHASHSEED`` of the engine; None where it has none.
+        seed: ``PYTHONHASHSEED`` of the engine; None if unset.
 
     Raises:
-        BadScheme: a field makes no sense; an algorithm that is not cryptographic needs a seed.
+        BadScheme: a field is invalid; a non-cryptographic algorithm needs a seed.
     """
 
     algorithm: str
@@ -135,8 +135,8 @@ class HashScheme:
 def _own(text: str) -> str:
     """An equal string that is another object.
 
-    Pickle writes an object that it has seen as a reference, and an engine decodes the strings
-    of a request one by one.
+    Pickle writes a repeated object as a reference, and an engine decodes the strings of a request
+    one by one.
     """
     try:
         return text.encode().decode()
@@ -154,7 +154,7 @@ class MultimodalItem:
 
     @property
     def end(self) -> int:
-        """Offset of the first token after it."""
+        """Offset of the first token after the item."""
         return self.offset + self.length
 
 
@@ -163,12 +163,12 @@ class Extras:
     """The inputs of a request's block hashes beside its tokens.
 
     Attributes:
-        lora: name and path of the adapter; the path as the engine was given it.
+        lora: name and path of the adapter; the path as passed to the engine.
         cache_salt: the request's ``cache_salt``; an empty one counts as none, as in vLLM.
-        items: by offset.  They may overlap, as sound in a video does.
+        items: sorted by offset.  They may overlap, as sound in a video does.
 
     Raises:
-        BadPrompt: items are out of order, or text is not Unicode.
+        BadPrompt: items are not sorted, or text is not Unicode.
     """
 
     lora: tuple[str, str] | None = None
@@ -194,13 +194,13 @@ NOTHING = Extras()
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """Extra keys of each block of a prompt: ``special`` of some blocks, ``usual`` of all others."""
+    """Extra keys of a prompt's blocks: ``special`` of some blocks, ``usual`` of all others."""
 
     usual: Keys
     special: dict[int, Keys]
 
-    def of(self, block: int) -> Keys:
-        """Extra keys of a block; None where it has none."""
+    def keys_of(self, block: int) -> Keys:
+        """The extra keys of a block; None without any."""
         return self.special.get(block, self.usual)
 
 
@@ -208,8 +208,8 @@ def block_keys(extras: Extras, block_tokens: int, num_blocks: int) -> BlockKeys:
     """Extra keys of the first ``num_blocks`` blocks, as vLLM orders them: LoRA, items, salt."""
     usual = () if extras.lora is None else (("lora", *map(_own, extras.lora)),)
     special: dict[int, tuple[tuple[str | int, ...], ...]] = {}
-    # vLLM walks blocks and items together.  An item that ends in a later block hides those after
-    # it until then, and blocks after the last item's end get none.
+    # vLLM walks blocks and items together.  An item that ends in a later block hides the items
+    # after it until then, and blocks after the last item's end get none.
     reach = max((item.end for item in extras.items[-1:]), default=0)
     reached = min(-(-reach // block_tokens), num_blocks)
     at = 0
@@ -226,10 +226,10 @@ def block_keys(extras: Extras, block_tokens: int, num_blocks: int) -> BlockKeys:
 
 
 def as_array(tokens: Tokens) -> NDArray[np.int32]:
-    """Tokens as a vector; the same object if it is one.
+    """Tokens as a vector; returns a vector unchanged.
 
     Raises:
-        BadPrompt: for anything but integers of 0 to 2**31 - 1.
+        BadPrompt: a value is not an integer from 0 to 2**31 - 1.
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
         vector = tokens
@@ -249,13 +249,13 @@ def chain(
     """Full hashes of every full block of a prompt.
 
     Args:
-        scheme: how to hash.
+        scheme: the hash scheme.
         tokens: the whole prompt.
         extras: of the whole prompt.
-        known: hashes of its first blocks, which are not computed again.
+        known: hashes of its first blocks, which are reused.
 
     Raises:
-        BadPrompt: for tokens that no model has, or more hashes known than the prompt has blocks.
+        BadPrompt: a token is out of range, or more hashes are known than the prompt has blocks.
     """
     vector = as_array(tokens)
     num_blocks = vector.size // scheme.block_tokens
@@ -277,7 +277,7 @@ def extend(
 
 
 def external(full: bytes) -> int:
-    """The part of a full hash that events carry: its last 64 bits, as an unsigned integer."""
+    """The part of a full hash in events: its last 64 bits, as an unsigned integer."""
     return int.from_bytes(full[-8:], "big")
 
 
@@ -288,7 +288,7 @@ def _extend_pickled(
     flat = iter(tail.tolist())
     blocks = zip(*[flat] * scheme.block_tokens, strict=True)
     for number, block in enumerate(blocks, first):
-        parent = digest(_pickled((parent, block, keys.of(number))))
+        parent = digest(_pickled((parent, block, keys.keys_of(number))))
         hashes.append(parent)
     return hashes
 
@@ -298,7 +298,7 @@ def _extend_cbor(
 ) -> list[bytes]:
     """Hashes ``_cbor((parent, block, keys))``, with all tokens encoded at once.
 
-    One call of cbor2 per block would take three times as long as all the rest.
+    Calling cbor2 once per block would take three times as long as everything else.
     """
     size, digest, hashes = scheme.block_tokens, scheme.steps.digest, []
     before = b"\x83" + _cbor(parent)[: -len(parent)]
@@ -315,7 +315,7 @@ def _extend_cbor(
 def _cbor_tokens(tokens: NDArray[np.int32]) -> tuple[bytes, NDArray[np.int64]]:
     """CBOR of each token, joined, and where each one ends.
 
-    An integer below 24 is one byte; else a head byte says that 1, 2 or 4 bytes follow.
+    An integer below 24 is one byte; else a head byte announces 1, 2 or 4 bytes.
     """
     num_bytes = 1 + (tokens >= 24) + (tokens >= 2**8) + 2 * (tokens >= 2**16)
     wide = np.zeros((tokens.size, 5), np.uint8)

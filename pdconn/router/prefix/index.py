@@ -1,29 +1,28 @@
 """The blocks that each pod holds, by the engines' own block hashes.  Pure.
 
-A block hash names a whole prefix and is the same in every group and engine, so it gets one
-*slot*, and each pod one *bit*.  What is held is then one machine word per slot for each
+A block hash identifies a whole prefix and is the same in every group and engine, so it gets one
+*slot*, and each pod one *bit*.  The held blocks are then one machine word per slot for each
 *plane*, a pair of group and medium::
 
                        slot 0  slot 1  slot 2  …      slot 0 is for hashes that no pod holds
     (0, "gpu")  word 0   0     0b011   0b001          bit p: pod p holds this block
     (1, "gpu")  word 0   0     0b010   0b000
-    (None, "cpu")  …                                  an engine that does not name groups
+    (None, "cpu")  …                                  an engine that does not report groups
 
 64 pods share a word, so a look-up of a request's chain costs one dictionary access per
 block and one gather per plane, whatever the number of pods.
 
-Bounded: a pod has at most ``max_blocks`` blocks, and all pods together have at most
-``MAX_PLANES`` planes; blocks beyond that are counted and ignored, which can only make a hit
-look shorter.  A plane without blocks is dropped.  Cost: about 160 bytes for a hash, however many
-pods hold it, of which 8 are for each plane and 64 pods
-(``tests/throughput/routing.py`` measures it).
+Bounded: a pod has at most ``max_blocks`` blocks, and all pods together have at most ``MAX_PLANES``
+planes; further blocks are counted and ignored, which can only make a hit look shorter.  An empty
+plane is dropped.  Cost: about 160 bytes per hash, however many pods hold it, of which 8 per plane
+and 64 pods (``tests/throughput/routing.py`` measures it).
 
-vLLM keeps each block that it computed, also where it has one of the same hash: beside windows and
-states it often does, as a hit that they cut has it compute blocks of full attention again.  It
-reports each copy, and each that is evicted.  So copies on the GPU are counted, and a block is
-held until the last one is gone.  In vLLM's ``full`` report mode an engine also repeats what it
-holds already, and then removes it once; for such engines ``counts_copies`` is switched off, since
-taking what is gone for held would draw prompts to an engine that has to compute them.
+vLLM keeps each block that it computed, even if it already has one with the same hash: with windows
+and states that is common, as a hit that they cut makes it recompute blocks of full attention.  It
+reports each copy, and each eviction.  So copies on the GPU are counted, and a block is held until
+the last copy is removed.  In vLLM's ``full`` report mode an engine also repeats blocks that it
+already holds, and later removes them once; for such engines ``counts_copies`` is off, since
+counting removed blocks as held would attract prompts to an engine that has to compute them.
 """
 
 from __future__ import annotations
@@ -48,27 +47,26 @@ POD_BITS = 64
 """Pods that share a machine word."""
 _FIRST_SLOTS = 1024
 MAX_PLANES = 256
-"""Bound of the pairs of group and medium, of all pods together."""
+"""Maximum pairs of group and medium, over all pods."""
 GPU = "gpu"
 """The medium of an engine's own memory."""
 NO_SLOT = 0
-"""The slot of a hash that no pod holds."""
+"""The slot of hashes that no pod holds."""
 
 
 @dataclass(slots=True)
 class Pod:
-    """One pod: a data-parallel rank of an engine.
+    """A data-parallel rank of an engine.
 
     Attributes:
         name: as it was added.
         place: its number; bit ``place % 64`` of word ``place // 64``.
         groups: the groups that its events have described.
         seen: groups that its events have named, described or not.
-        copies: plane and slot of a block -> copies beside the first.
-        row_tokens: a hit that stored blocks are needed for ends at a multiple of so many
-            tokens; None until one was reported.
-        num_blocks: blocks held, each once per plane.
-        num_stored: of those, blocks in a store.
+        copies: copies of a block beside the first, by plane and slot.
+        row_tokens: a hit that needs stored blocks ends at a multiple of this; None until reported.
+        num_blocks: blocks held, counted per plane.
+        num_stored: of these, blocks in a store.
         unknown_removals: removals of blocks that it was not known to hold.
         refused: blocks beyond ``max_blocks``.
     """
@@ -86,12 +84,12 @@ class Pod:
 
 
 class Index:
-    """Blocks by hash, plane and pod.
+    """The blocks of all pods by hash, plane and pod.
 
     Args:
-        max_blocks: bound of one pod's blocks, counted per plane.
-        eagle_groups: groups that EAGLE or MTP drafters read; events do not say.
-        counts_copies: an engine that stores a block again has another copy of it.
+        max_blocks: limit of one pod's blocks, counted per plane.
+        eagle_groups: groups that EAGLE or MTP drafters read, which events do not report.
+        counts_copies: whether storing a block again adds a copy of it.
     """
 
     def __init__(
@@ -120,25 +118,25 @@ class Index:
 
     @property
     def pods(self) -> dict[str, Pod]:
-        """Every pod by name; do not change it."""
+        """Every pod by name; read-only."""
         return self._pods
 
     @property
     def num_hashes(self) -> int:
-        """Distinct hashes that some pod holds."""
+        """Number of hashes that some pod holds."""
         return len(self._slots)
 
     @property
     def num_words(self) -> int:
-        """Words that hold one bit for each pod."""
+        """Number of words that hold one bit for each pod."""
         return -(-len(self._places) // POD_BITS)
 
     def name_at(self, place: int) -> str | None:
         """The pod with this number, or None."""
         return self._places[place] if place < len(self._places) else None
 
-    def add(self, name: str) -> Pod:
-        """The pod of this name; a new one holds nothing."""
+    def add_pod(self, name: str) -> Pod:
+        """The pod of this name; a new one holds no blocks."""
         known = self._pods.get(name)
         if known is not None:
             return known
@@ -153,24 +151,24 @@ class Index:
         self.version += 1
         return self._pods[name]
 
-    def drop(self, name: str) -> None:
-        """Drop a pod and its blocks; unknown pods are ignored."""
+    def drop_pod(self, name: str) -> None:
+        """Remove a pod and its blocks; unknown pods are ignored."""
         if name in self._pods:
-            self.clear(name)
+            self.clear_pod(name)
             self._places[self._pods.pop(name).place] = None
             self.version += 1
 
-    def learn(self, name: str, group: int, spec: GroupSpec) -> None:
+    def learn_group(self, name: str, group: int, spec: GroupSpec) -> None:
         """Set the description of a pod's group."""
-        pod = self.add(name)
+        pod = self.add_pod(name)
         if pod.groups.get(group) != spec:
             pod.groups[group] = spec
             pod.seen.add(group)
             self.version += 1
 
     def learn_row(self, name: str, row_tokens: int) -> None:
-        """Set the tokens of a row of a pod's store; of several sizes their divisor counts."""
-        pod = self.add(name)
+        """Set the row size of a pod's store in tokens; of several sizes, their common divisor."""
+        pod = self.add_pod(name)
         common = math.gcd(pod.row_tokens or 0, row_tokens)
         if common != pod.row_tokens:
             pod.row_tokens = common
@@ -178,19 +176,21 @@ class Index:
 
     # Blocks
 
-    def apply(self, name: str, event: Event) -> None:
+    def apply_event(self, name: str, event: Event) -> None:
         """Apply an event of a pod."""
         if isinstance(event, Cleared):
-            self.clear(name)
+            self.clear_pod(name)
         elif isinstance(event, Removed):
-            self.remove(name, event.group, event.medium, event.hashes)
+            self.remove_blocks(name, event.group, event.medium, event.hashes)
         else:
             self._learn_from(name, event)
-            self.store(name, event.group, event.medium, _held(event))
+            self.store_blocks(name, event.group, event.medium, _held(event))
 
-    def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
-        """Add blocks to a pod; of those that it holds already it has another copy."""
-        pod = self.add(name)
+    def store_blocks(
+        self, name: str, group: int | None, medium: str, hashes: Iterable[int]
+    ) -> None:
+        """Add blocks to a pod; a block that it already holds gets another copy."""
+        pod = self.add_pod(name)
         if group is not None and group not in pod.seen:
             pod.seen.add(group)
             self.version += 1
@@ -230,9 +230,11 @@ class Index:
         pod.num_stored += stored if medium in OUTSIDE else 0
         self._count(plane, stored)
 
-    def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+    def remove_blocks(
+        self, name: str, group: int | None, medium: str, hashes: Iterable[int]
+    ) -> None:
         """Remove blocks from a pod, one copy of each."""
-        pod = self.add(name)
+        pod = self.add_pod(name)
         plane = (group, medium)
         words = self._planes.get(plane)
         if words is None:
@@ -257,9 +259,9 @@ class Index:
         pod.num_stored += pod.num_blocks - before if medium in OUTSIDE else 0
         self._count(plane, pod.num_blocks - before)
 
-    def clear(self, name: str) -> None:
+    def clear_pod(self, name: str) -> None:
         """Remove all blocks of a pod; its group descriptions stay."""
-        pod = self.add(name)
+        pod = self.add_pod(name)
         if not pod.num_blocks:
             return
         number, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
@@ -276,20 +278,20 @@ class Index:
     # Look-ups
 
     def slots_of(self, hashes: Sequence[int]) -> NDArray[np.intp]:
-        """The slot of each hash, ``NO_SLOT`` for those that no pod holds."""
+        """The slot of each hash, ``NO_SLOT`` for hashes that no pod holds."""
         found = map(self._slots.get, hashes, repeat(NO_SLOT))
         return np.fromiter(found, np.intp, len(hashes))
 
     def planes(self) -> Iterator[Plane]:
-        """Every pair of group and medium of which a pod holds blocks."""
+        """Every pair of group and medium in which a pod holds blocks."""
         return iter(self._planes)
 
     def held(self, plane: Plane, word: int, slots: NDArray[np.intp]) -> Words:
-        """For each slot the pods of one word that hold it, as bits."""
+        """For each slot, the pods of one word that hold it, as bits."""
         return self._planes[plane][word][slots]
 
     def held_by(self, name: str, hashes: Sequence[int]) -> dict[Plane, list[int]]:
-        """The blocks among these that a pod holds, by plane."""
+        """The blocks among ``hashes`` that a pod holds, by plane."""
         pod = self._pods[name]
         word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
         slots = self.slots_of(hashes)
@@ -308,7 +310,7 @@ class Index:
             return
         if event.medium in (STORED, REMOTE) and event.hashes and KINDS.get(kind) is Needs.WHOLE:
             self.learn_row(name, len(event.hashes) * event.block_tokens)
-        known = self.add(name).groups.get(group)
+        known = self.add_pod(name).groups.get(group)
         block_tokens = event.block_tokens
         if known is not None:
             # A partial block is stored with its own size, which is not the group's.
@@ -316,10 +318,10 @@ class Index:
             if (kind, event.window, block_tokens) == (known.kind, known.window, known.block_tokens):
                 return
         eagle = group in self.eagle_groups
-        self.learn(name, group, GroupSpec(kind, event.window, block_tokens, eagle))
+        self.learn_group(name, group, GroupSpec(kind, event.window, block_tokens, eagle))
 
     def _words_of(self, plane: Plane) -> list[Words] | None:
-        """The words of a plane, made if it is new; None if there are too many planes."""
+        """The words of a plane, created on first use; None if there are too many planes."""
         words = self._planes.get(plane)
         if words is None and len(self._planes) < MAX_PLANES:
             words = [np.zeros(self._capacity, np.uint64) for _ in range(self.num_words)]
@@ -327,7 +329,7 @@ class Index:
         return words
 
     def _count(self, plane: Plane, more: int) -> None:
-        """Count ``more`` blocks in a plane; a plane without any is dropped."""
+        """Count ``more`` blocks in a plane; an empty plane is dropped."""
         self._in_plane[plane] += more
         if not self._in_plane[plane]:
             del self._in_plane[plane], self._planes[plane]
@@ -369,9 +371,9 @@ def _take_one(copies: dict[tuple[Plane, int], int], key: tuple[Plane, int]) -> N
 def _held(event: Stored) -> Sequence[int]:
     """The blocks that an event reports and that the engine holds.
 
-    In the ``full`` report mode vLLM names every block of a hit, though of states it holds but
-    the last.  What it stores for the first time it names without those that it skipped, so
-    that the event has more tokens.
+    In the ``full`` report mode vLLM names every block of a hit, though of states it holds only the
+    last.  A first store omits the skipped blocks, so that the event has more tokens than named
+    blocks.
     """
     if len(event.hashes) < 2 or KINDS.get(event.kind or "") is not Needs.STATE:
         return event.hashes
@@ -380,5 +382,5 @@ def _held(event: Stored) -> Sequence[int]:
 
 
 def alignment(specs: Iterable[GroupSpec], hash_block_tokens: int) -> int:
-    """Tokens that every hit is a multiple of: vLLM's ``scheduler_block_size``."""
+    """The divisor of every hit in tokens: vLLM's ``scheduler_block_size``."""
     return math.lcm(hash_block_tokens, *(spec.block_tokens for spec in specs))

@@ -1,15 +1,15 @@
-"""KV events of an engine's prefix cache: as they arrive, and as the router uses them.  Pure.
+"""KV events of an engine's prefix cache, and their decoder.  Pure.
 
-A payload is the msgpack array ``[ts, events, rank]``.  An event is a map, or from older
-vLLM an array of the same fields in the same order, perhaps fewer::
+A payload is the msgpack array ``[ts, events, rank]``.  An event is a map, or from older vLLM an
+array of the same fields in the same order, perhaps truncated::
 
     {"type": "BlockStored", "block_hashes": [...], ...}     ["BlockStored", [...], ...]
 
-``decode_batch`` tries the whole payload as maps, then as arrays, both typed and in C.  Only
-what is neither is decoded event by event, so that a malformed event costs itself alone.
+``decode_batch`` tries the whole payload as maps, then as arrays, both typed and in C.  A payload
+that is neither is decoded event by event, so that a malformed event costs only itself.
 
-``Stored.token_ids`` and ``Stored.extra_keys`` are not decoded and not copied: each keeps the
-payload that it is a part of alive; ``Raw.copy`` avoids that.
+``Stored.token_ids`` and ``Stored.extra_keys`` are neither decoded nor copied: each keeps its
+payload alive; ``Raw.copy`` avoids that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ UNNAMED = "unknown"
 """The medium of an event without one."""
 
 MAX_NBYTES = 64 << 20
-"""Bound of a payload.  A batch is one step of an engine: usually some kilobytes."""
+"""Maximum bytes of a payload.  A batch is one step of an engine: usually some kilobytes."""
 
 MAX_EVENTS = 1_000_000
-"""Bound of the events of a batch, and of the blocks of an event."""
+"""Maximum events of a batch, and blocks of an event."""
 
 MAX_GROUP = 127
 """The highest valid index of a KV cache group."""
@@ -46,14 +46,14 @@ class Stored:
 
     Attributes:
         hashes: the low 64 bits of each block's hash, as unsigned integers.
-        group: index of the KV cache group; None where the engine does not name groups.
-        medium: lower case, as ``gpu``; ``UNNAMED`` for an event without one; ``REMOTE`` for one
-            whose locality is that, since a disk of another host is no disk of this one.
+        group: index of the KV cache group; None if the engine does not report groups.
+        medium: in lower case, such as ``gpu``; ``UNNAMED`` if missing; ``REMOTE`` for that
+            locality, since another host's disk is not local storage.
         block_tokens: tokens of one block.
-        kind, window: of the group, where the event names them.
+        kind, window: of the group, if reported.
         parent: hash of the block before the first, or None.
-        token_ids: msgpack of the tokens from the first block's beginning to the last
-            block's end; of a masked store more than those of ``hashes``.
+        token_ids: msgpack of the tokens from the beginning of the first block to the end of the
+            last; a masked store has more than those of ``hashes``.
         lora: name of the adapter, or None.
         extra_keys: msgpack of the other inputs of each hash (LoRA, images, salt), or None.
     """
@@ -71,13 +71,13 @@ class Stored:
 
     @property
     def num_tokens(self) -> int | None:
-        """How many tokens ``token_ids`` has; None without any."""
+        """Number of tokens in ``token_ids``; None without any."""
         return None if self.token_ids is None else _array_length(memoryview(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks that an engine has removed, each as often as it is listed."""
+    """Blocks that an engine has removed, listed once per removed copy."""
 
     hashes: list[int]
     group: int | None
@@ -86,7 +86,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """An engine's prefix cache is empty."""
+    """An engine's prefix cache was cleared."""
 
 
 Event = Stored | Removed | Cleared
@@ -99,7 +99,7 @@ class Batch:
     Attributes:
         ts: seconds since the epoch, by the engine's clock.
         events: in order.
-        rank: data-parallel rank; None where the engine does not name it.
+        rank: data-parallel rank; None if not reported.
         num_undecodable: events that were skipped because they could not be decoded.
     """
 
@@ -110,14 +110,14 @@ class Batch:
 
 
 class BadBatch(FieldError, ValueError):
-    """Nothing of a payload can be decoded."""
+    """No part of a payload can be decoded."""
 
 
 def decode_batch(payload: bytes, max_nbytes: int = MAX_NBYTES) -> Batch:
-    """The batch that a publisher sent.
+    """Decode a published batch.
 
-    Events that cannot be decoded, by type or by value, are skipped and counted.  What is not
-    msgpack, or nested deeper than Python recurses, costs the whole batch.
+    Events that cannot be decoded, by type or by value, are skipped and counted.  A payload that is
+    not msgpack, or nested deeper than Python's recursion limit, fails as a whole.
 
     Raises:
         BadBatch: the payload is not a batch, or too long.
@@ -129,7 +129,7 @@ def decode_batch(payload: bytes, max_nbytes: int = MAX_NBYTES) -> Batch:
             sent = typed.decode(payload)
             return Batch(sent.ts, [_event(one) for one in sent.events], sent.rank)
         except ValidationError:
-            continue  # of the other form, or one of its events is bad
+            continue  # the other form, or one event is malformed
         except _UNREADABLE:
             break
     return _one_by_one(payload)
@@ -273,7 +273,7 @@ def _all_low(hashes: Sequence[int | bytes]) -> list[int]:
         if min(hashes, default=0) >= 0:  # type: ignore[operator]
             return hashes  # type: ignore[return-value]
     except TypeError:
-        pass  # bytes among them
+        pass  # some are bytes
     return [_low(one) for one in hashes]
 
 

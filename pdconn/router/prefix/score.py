@@ -1,17 +1,17 @@
 """The hit of each pod: how much of a request's prefix it could serve without computing.  Pure.
 
-A hit may end after L tokens if every group that counts has what it needs there: full attention
-all its blocks from 0, a sliding window the blocks of its last ``window - 1`` tokens (or all from
-0), a chunk the blocks since it began, a state its last block.  L is a multiple of every group's
-block, and the largest such L is the hit::
+A hit may end after L tokens if every group that counts has the blocks it needs there: full
+attention all its blocks from 0, a sliding window the blocks of its last ``window - 1`` tokens (or
+all from 0), a chunk the blocks since it began, a state its last block.  L is a multiple of every
+group's block, and the largest such L is the hit::
 
     blocks      0 1 2 3 4 5 6 7
     full        x x x x x x x .      main prefix: 7
     window (2)  . . x x . x x .      a hit may end at 4 (2, 3) and at 7 (5, 6)
 
-A block counts on whatever medium it is, and weighs as on its best one.  Blocks in a store
+A block counts on any medium, weighted by its best one.  Blocks in a store
 (:data:`~pdconn.router.prefix.groups.OUTSIDE`) are loaded in whole rows: a hit that needs them ends
-at the end of a row, one that does not need them anywhere::
+at the end of a row, a hit that does not may end anywhere::
 
     on the GPU  x x x . . . . .      a hit may end at 1, 2, 3
     stored      x x x x x x x x      and, with rows of 4 blocks, at 4 and 8
@@ -21,13 +21,13 @@ is a running AND over it, a window of n blocks about log2(n) shifted ANDs, and t
 of all 64 pods the places where the running OR from behind changes.  Everything is linear in
 the blocks of the request.
 
-Beside states whose blocks are longer than the hashed ones (``--prefix-match-unit``), vLLM lets a
-hit end behind any hash block.  It keeps the state at the end of a prompt, and the block of
-attention there under the hash of the last hash block in it, though neither is full.
+With states whose blocks are longer than the hashed ones (``--prefix-match-unit``), vLLM allows a
+hit to end after any hash block.  It keeps the state at the end of a prompt, and the attention block
+there under the hash of its last hash block, though neither is full.
 
-Groups without a description: group 0 counts as full attention, and so does a block without a
-group; other groups do not count.  If group 0 is described and no group is full attention, the
-windows alone decide.
+Groups without a description: group 0 counts as full attention, and so does a block without a group;
+other groups do not count.  If group 0 is described and no group is full attention, the windows
+alone decide.
 
 Sources: llm-d-kv-cache PR 650 for the scan and the fallbacks, vLLM's
 ``HybridKVCacheCoordinator.find_longest_cache_hit`` for alignment, cap and EAGLE.
@@ -64,12 +64,12 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
 }
 """Guessed."""
 UNKNOWN_WEIGHT = 1.0
-"""Weight of a block on a medium without one, and of a block that a hit does not need."""
+"""Weight of blocks on an unlisted medium, and of blocks that a hit does not need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request as block hashes.
+    """The prompt of a request as block hashes.
 
     Attributes:
         hashes: of its full blocks of ``hash_block_tokens`` tokens, in order.
@@ -88,13 +88,12 @@ class Hit:
 
     Attributes:
         blocks: leading blocks of ``hash_block_tokens`` tokens.
-        tokens: what the engine would report as cached: it computes the last token of a
-            prompt anyway, so a hit ends before it.
+        tokens: what the engine would report as cached: it always computes the last token of a
+            prompt, so a hit ends before it.
         score: ``blocks``, each weighted by the best medium that holds it.
-        kept_tokens: what a pull leaves out where states cut the hit: it brings them whatever
-            the engine holds, so that only full attention counts, in the engine's own memory.
-        loaded_tokens: of ``tokens`` those beyond what is in the engine's own memory, which it
-            would load from a store.
+        kept_tokens: what a pull leaves out where states cut the hit: the pull brings states in any
+            case, so that only full attention counts, in the engine's own memory.
+        loaded_tokens: of ``tokens``, those that the engine would load from a store.
     """
 
     blocks: int
@@ -105,7 +104,7 @@ class Hit:
 
     @property
     def own_tokens(self) -> int:
-        """``tokens`` without those of a store."""
+        """``tokens`` without those in a store."""
         return self.tokens - self.loaded_tokens
 
     @property
@@ -115,7 +114,7 @@ class Hit:
 
     @property
     def weighed_beside_a_pull(self) -> float:
-        """Tokens that a pull need not bring, weighted as the score."""
+        """Tokens that a pull can leave out, weighted as the score."""
         return max(self.weighed_tokens, float(self.kept_tokens))
 
 
@@ -126,7 +125,7 @@ class Scorer:
     """Scores prompts against an index.
 
     Args:
-        index: what pods hold.
+        index: the blocks that pods hold.
         weights: by medium; other media weigh ``UNKNOWN_WEIGHT``.
     """
 
@@ -137,7 +136,7 @@ class Scorer:
         self._known: tuple[int, int] | None = None
 
     def score(self, prompt: Prompt) -> dict[str, Hit]:
-        """The hit of every pod of the index, in the order they were added."""
+        """The hit of every pod of the index, in insertion order."""
         hits = dict.fromkeys(self._index.pods, NO_HIT)
         if not prompt.hashes:
             return hits
@@ -149,7 +148,7 @@ class Scorer:
         return hits
 
     def _hits(self, family: Family, word: int, chain: _Chain) -> dict[str, Hit]:
-        """The hits of one word of a family."""
+        """The hits of the pods in one word of a family."""
         hits = dict(_Pass(self._index, self._weights, family, word, chain).hits())
         if any(medium in OUTSIDE for _, medium in self._index.planes()):
             near = replace(family, with_stored=False)
@@ -163,7 +162,7 @@ class Scorer:
         return hits
 
     def families(self, hash_block_tokens: int) -> tuple[Family, ...]:
-        """The pods of the index by their group descriptions."""
+        """The pods of the index, grouped by their group descriptions."""
         known = (self._index.version, hash_block_tokens)
         if self._known != known:
             self._families = tuple(families(self._index, hash_block_tokens))
@@ -180,7 +179,7 @@ class _Chain:
 
 
 class _Pass:
-    """One prompt, one family, one word of pods."""
+    """The scoring of one prompt for one family in one word of pods."""
 
     def __init__(
         self, index: Index, weights: Mapping[str, float], family: Family, word: int, chain: _Chain
@@ -196,7 +195,7 @@ class _Pass:
         self._hash_block_tokens = chain.prompt.hash_block_tokens
 
     def hits(self) -> Iterator[tuple[str, Hit]]:
-        """The hits of pods that have one."""
+        """The pods with a hit, and their hits."""
         valid = self._valid_ends()
         places, ends = last_ends(valid)
         if not places:
@@ -210,7 +209,7 @@ class _Pass:
             yield name, Hit(num_blocks[i], num_tokens[i], scores[i])
 
     def _reported_tokens(self, valid: Words, places: list[int], ends: list[int]) -> list[int]:
-        """Tokens that the engine would report as cached: it computes the last one anyway."""
+        """Tokens that the engine would report as cached; it always computes the last one."""
         tokens = self._align * self._hash_block_tokens
         cap = max(0, self._num_tokens - 1) // tokens
         if self._family.alone and self._family.counted[0][1].peeks:
@@ -218,7 +217,7 @@ class _Pass:
                 0, cap - 1
             )  # a single group looks up the block after the hit below the cap too
         if cap < len(valid):
-            # Within a block only what ends below the cap counts, not what covers it.
+            # Within a block only ends below the cap count, not blocks that cover them.
             below = self._valid_ends(cap) if self._family.is_fine else valid[:cap]
             capped = dict(zip(*last_ends(below), strict=True))
             ends = [capped.get(place, 0) for place in places]
@@ -229,7 +228,7 @@ class _Pass:
     def _valid_ends(self, limit: int | None = None) -> Words:
         """Bit p of row j: for pod p a hit may end after (j + 1) * align hash blocks.
 
-        ``limit``: as if the prompt had so many.
+        ``limit``: assume a prompt of this many hash blocks.
         """
         planes = list(self._index.planes())
         near = [plane for plane in planes if plane[1] not in OUTSIDE]
@@ -244,7 +243,7 @@ class _Pass:
         return valid | self._ends_on(near, limit)
 
     def _ends_on(self, planes: Sequence[Plane], limit: int | None) -> Words:
-        """Where a hit may end with the blocks of these planes."""
+        """The possible ends of a hit, given the blocks of these planes."""
         mask = self._family.masks[self._word] if self._family.counted else 0
         num_blocks = len(self._slots) if limit is None else limit
         valid = np.full(num_blocks // self._align, mask, np.uint64)
@@ -296,7 +295,7 @@ class _Pass:
     # Weights
 
     def _scores(self, places: list[int], num_blocks: list[int]) -> list[float]:
-        """Score of the pods at ``places``, whose hits are ``num_blocks`` long."""
+        """The scores of the pods at ``places``, whose hits are ``num_blocks`` long."""
         levels = self._levels(max(num_blocks))
         top, held = next(levels)
         lower = np.bitwise_or.accumulate(~held)
@@ -335,7 +334,7 @@ class _Pass:
             yield UNKNOWN_WEIGHT, np.full(num_blocks, ALL)
 
     def _spread(self, plane: Plane, num_blocks: int) -> Words:
-        """The plane's blocks in hash blocks: each covers as many as it is long."""
+        """The plane's blocks in hash blocks: a block of n hash blocks covers n rows."""
         group = plane[0]
         specs = self._family.whole if group is None else self._family.counted
         sizes = {spec.block_tokens for other, spec in specs if group in (None, other)}

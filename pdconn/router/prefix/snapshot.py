@@ -14,8 +14,8 @@
         "row_tokens": 256}},                    of a store, where there is one
      "request": {"hashes": [1, 2, 3], "num_tokens": 48}}
 
-``kind`` is vLLM's ``kv_cache_spec_kind``.  A block of several hash blocks is stored under the
-hash of its last one, as in vLLM.  A hash that is listed twice is held twice.
+``kind`` is vLLM's ``kv_cache_spec_kind``.  A block of several hash blocks is stored under the hash
+of its last one, as in vLLM.  A hash that is listed twice is held twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GroupIndex = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 
 
 class BadSnapshot(FieldError, ValueError):
-    """A snapshot makes no sense."""
+    """A snapshot is invalid."""
 
 
 class SnapshotGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -103,7 +103,7 @@ class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
 
 class MayPull(msgspec.Struct, frozen=True):
-    """What a pod could pull: ``tokens`` more than in its own memory, which are in ``pod``'s."""
+    """A possible pull from the memory of ``pod``, of ``tokens`` more than the puller's holds."""
 
     pod: str
     tokens: int
@@ -112,8 +112,8 @@ class MayPull(msgspec.Struct, frozen=True):
 class Explained(msgspec.Struct, frozen=True):
     """A pod's hit, and what cut it; ``stored_blocks`` of it have to be loaded from a store.
 
-    ``may_pull`` is from the pod that holds most, if that is more; it is known where all pods are
-    looked at.
+    ``may_pull`` names the pod that holds most, if that is more; it is set where all pods are
+    evaluated.
     """
 
     hit_blocks: int
@@ -125,10 +125,10 @@ class Explained(msgspec.Struct, frozen=True):
 
 
 def read_snapshot(raw: bytes) -> Snapshot:
-    """A snapshot from JSON.
+    """Parse a snapshot from JSON.
 
     Raises:
-        BadSnapshot: it is not JSON, has another version, or a field makes no sense.
+        BadSnapshot: not JSON, another version, or an invalid field.
     """
     try:
         version = msgspec.json.decode(raw, type=_Versioned).version
@@ -153,14 +153,14 @@ class _Versioned(msgspec.Struct):
 
 def index_of(snapshot: Snapshot) -> Index:
     """The index of a snapshot's pods."""
-    index = Index(max_blocks=sys.maxsize)  # a file is as long as it is
+    index = Index(max_blocks=sys.maxsize)  # the file bounds it
     for name, pod in snapshot.pods.items():
-        index.add(name)
+        index.add_pod(name)
         for number, group in pod.groups.items():
             spec = GroupSpec(group.kind, group.window, group.block_tokens, group.eagle)
-            index.learn(name, int(number), spec)
+            index.learn_group(name, int(number), spec)
         for blocks in pod.blocks:
-            index.store(name, blocks.group, blocks.medium.lower(), blocks.hashes)
+            index.store_blocks(name, blocks.group, blocks.medium.lower(), blocks.hashes)
         if isinstance(pod.row_tokens, int):
             index.learn_row(name, pod.row_tokens)
     return index
@@ -181,7 +181,7 @@ def explain_snapshot(snapshot: Snapshot) -> dict[str, Explained]:
 def explain_all(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> dict[str, Explained]:
     """Every pod's hit, what cut it, and what it could pull.
 
-    Of pods that hold equally much the first one lends; what is in a store is not lent.
+    Of pods that hold equally much the first one lends; stored blocks are not lent.
     """
     hits = Scorer(index, weights).score(prompt)
     found = {name: explained(index, prompt, name, hit) for name, hit in hits.items()}
@@ -202,7 +202,7 @@ def explained(index: Index, prompt: Prompt, name: str, hit: Hit) -> Explained:
 def take_snapshot(
     index: Index, prompt: Prompt, weights: Mapping[str, float], names: Collection[str]
 ) -> Snapshot:
-    """The blocks of a prompt that these pods hold, as a snapshot with equal scores."""
+    """A snapshot of the prompt and its blocks in these pods, with equal scores."""
     hashes = list(prompt.hashes)
     pods = {}
     for name in names:
@@ -228,5 +228,5 @@ def take_snapshot(
 
 
 def _kind(spec: GroupSpec) -> str:
-    """A kind of the format; kinds of newer engines become ``unknown``."""
+    """A kind of the format; unknown kinds of newer engines become ``unknown``."""
     return spec.kind if spec.kind in KINDS else "unknown"

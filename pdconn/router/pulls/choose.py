@@ -1,14 +1,14 @@
-"""Whether a prefill engine computes a prompt's prefix or pulls it from who holds it.  Pure.
+"""Chooses whether a prefill engine computes a prompt's prefix or pulls it from a holder.  Pure.
 
-All are seconds, as engines and pairs of engines were seen to take them::
+All are seconds, as measured of engines and of pairs of engines::
 
-    compute     compute(all that it lacks)
-    load        load(what its store has more) + compute(the rest)
-    pull        pull(what the holder has more) + compute(the rest)
+    compute     compute(all tokens that it lacks)
+    load        load(further tokens in its store) + compute(the rest)
+    pull        pull(further tokens of the holder) + compute(the rest)
 
-An engine with a store loads what it can unless it pulls.  A pull saves at least so many tokens as
-the floor says, and a holder lends to a few at a time, and to none while requests wait there: its
-own requests go first.
+An engine with a store loads all it can unless it pulls.  A pull saves at least ``floor`` tokens.  A
+holder lends to ``most_lent`` at a time, and to none while requests wait there: its own requests
+have priority.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pdconn.router.pulls.rates import Lines
 FLOOR_TOKENS = 512
 """A pull that saves fewer tokens is not worth a request."""
 MOST_LENT = 4
-"""Pulls from one holder at a time."""
+"""Concurrent pulls from one holder."""
 LEAST_PATIENCE_S = 0.05
-"""A holder that is asked has so long to answer, however little a pull gains."""
+"""Least time for a holder to answer, however little a pull gains."""
 BOLD = 1.0
-"""A pull counts as faster than expected by so many standard errors: of what is tried is learned,"""
+"""Standard errors by which a pull is assumed to be faster than expected: trying it gives data,"""
 GAIN = 0.97
-"""and it is taken if it then takes at most this part of the time."""
+"""and it is chosen if it then takes at most this fraction of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Holder:
     """An engine that holds the first ``tokens`` tokens of a prompt.
 
     Attributes:
-        rank: the data-parallel rank that does; None leaves it to the engine.
+        rank: the data-parallel rank that holds them; None leaves the choice to the engine.
         num_waiting: requests that wait there.
-        num_lent: pulls from it under way.
+        num_lent: pulls from it in progress.
     """
 
     engine: str
@@ -49,16 +49,16 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class PullChoice:
-    """What is done about a prefix, and why.
+    """The chosen way to obtain a prefix, and the reason.
 
     Attributes:
-        holder: None if it is computed.
-        seconds: that it takes, with the rest of the prompt.
-        otherwise_s: that it would take without a pull.
-        why: a sentence.
+        holder: the engine to pull from; None if the prefix is computed.
+        seconds: expected time, with the rest of the prompt.
+        otherwise_s: expected time without a pull.
+        why: the reason as a sentence.
         saved: tokens that are pulled instead of computed or loaded.
-        cost: how many tokens could be computed in the time that pulling those takes.
-        load_cost: the same of what a store has, which is loaded where nothing is pulled.
+        cost: tokens that could be computed in the time of that pull.
+        load_cost: the same for loading from the engine's store, if nothing is pulled.
     """
 
     holder: Holder | None
@@ -71,20 +71,20 @@ class PullChoice:
 
     @property
     def patience_s(self) -> float:
-        """After so many seconds without the holder's answer, doing without is the better choice."""
+        """Seconds without an answer of the holder after which not pulling is the better choice."""
         return max(LEAST_PATIENCE_S, self.otherwise_s - self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Chooses by what was seen.
+    """Chooses by measured times.
 
     Attributes:
-        computing: by prefill engine.
-        pulling: by holder and prefill engine.
-        loading: by prefill engine, from its store.
-        floor: see :data:`FLOOR_TOKENS`.
-        most_lent: see :data:`MOST_LENT`.
+        computing: times by prefill engine.
+        pulling: times by holder and prefill engine.
+        loading: times by prefill engine, from its store.
+        floor: minimum tokens saved; default :data:`FLOOR_TOKENS`.
+        most_lent: maximum pulls from one holder; default :data:`MOST_LENT`.
     """
 
     computing: Lines
@@ -103,15 +103,15 @@ class Chooser:
         *,
         stored: int = 0,
     ) -> PullChoice:
-        """For a prompt of ``num_tokens`` tokens, of which ``engine`` holds ``held``.
+        """Choose for a prompt of ``num_tokens`` tokens, of which ``engine`` holds ``held``.
 
-        Its store has ``stored`` tokens behind those.  Holders are tried in order of what they
-        would take; the best of those that may lend wins.
+        Its store has ``stored`` tokens after those.  Of the holders that may lend, the one with the
+        shortest expected time wins.
         """
-        compute = self.computing.of(engine, now)
-        token_s = compute.at(num_tokens - held) / max(1, num_tokens - held)
-        load_s = self.loading.of(engine, now).at(stored) if stored else 0.0
-        otherwise_s = load_s + compute.at(num_tokens - held - stored)
+        compute = self.computing.line_of(engine, now)
+        token_s = compute.seconds_for(num_tokens - held) / max(1, num_tokens - held)
+        load_s = self.loading.line_of(engine, now).seconds_for(stored) if stored else 0.0
+        otherwise_s = load_s + compute.seconds_for(num_tokens - held - stored)
         without = "loading and computing take" if stored else "computing takes"
         without = f"{without} {otherwise_s:.3f} s"
         load_cost = load_s / token_s if token_s > 0 else 0.0
@@ -120,17 +120,17 @@ class Chooser:
         )
         for holder in holders:
             more = holder.tokens - held
-            # 1. It has nothing that the engine lacks.
+            # 1. The holder has nothing that the engine lacks.
             if holder.engine == engine or more <= 0:
                 continue
-            pulling = self.pulling.of((holder.engine, engine), now)
-            pull_s = max(0.0, pulling.at(more) - BOLD * pulling.doubt(more))
-            seconds = pull_s + compute.at(num_tokens - holder.tokens)
-            # 2. It may not lend now, or the pull would take longer than doing without.
+            pulling = self.pulling.line_of((holder.engine, engine), now)
+            pull_s = max(0.0, pulling.seconds_for(more) - BOLD * pulling.doubt(more))
+            seconds = pull_s + compute.seconds_for(num_tokens - holder.tokens)
+            # 2. The holder may not lend now, or the pull would take longer than not pulling.
             against = self._why_not(holder, more)
             if against is None and seconds > GAIN * otherwise_s:
                 against = f"would take {seconds:.3f} s, {without}"
-            # 3. The fastest of the others wins; without any, the last reason is kept.
+            # 3. The fastest of the others wins; if there is none, the last reason is kept.
             if against is None and (best.holder is None or seconds < best.seconds):
                 gain = f"{holder.engine} holds {more} tokens more: {seconds:.3f} s, {without}"
                 cost = pull_s / token_s if token_s > 0 else 0.0

@@ -1,42 +1,44 @@
-"""Which prefixes are pulled, from whom, and what was learned from it.  Pure.
+"""Plans pulls of prefixes, and learns from their results.  Pure.
 
-request ──► choose ──► lending ──► pulled ──► what pulls take
-               ▲                  rests  ──► who is not asked for a while
-               └── computed, loaded ──────► what these take
+::
+
+    request ──► choose ──► start_lending ──► note_pulled ──► time of pulls
+                  ▲                          start_rest ──► holders that are skipped for a while
+                  └── note_computed, note_loaded ──► time of these
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from pdconn.router.pulls.choose import Chooser, Holder, PullChoice
 from pdconn.router.pulls.rates import Lines
 
 COMPUTING = (0.01, 1 / 20_000)
-"""Seconds of a prompt, and of each token, until an engine was seen: a large GPU's."""
+"""Seconds per prompt and per token, until an engine has been measured: a large GPU's."""
 COMPUTING_STALE_S = 600.0
-"""An engine computes as fast as before, so what was seen of it counts long."""
+"""Weight of past measurements: an engine's speed changes little, so they count long."""
 PULLING = (0.02, 1 / 200_000)
-"""The same of a pull: a fast network's, so that a slow one is tried, and then known."""
+"""The same for pulls: a fast network's, so that a slow one is tried once and then known."""
 LOADING = (0.01, 1 / 40_000)
-"""The same of loading from a store: half of computing, as its blocks weigh until it was seen."""
+"""The same for loads from a store: half of computing, the default weight of stored blocks."""
 MOST_HOLDERS = 4
-"""Holders that are compared for one prompt: those that hold most."""
+"""Holders that are compared for one prompt: those with the most tokens."""
 RESTS_S = 60.0
-"""An engine that answered without a ticket is not asked for so long, and one whose ticket was of no
-use not for the same prefill engine."""
+"""Seconds for which an engine that answered without a ticket is not asked, and an engine whose
+ticket could not be used is not asked for the same prefill engine."""
 
 NEW = 4
-"""An engine that was seen computing less often is new: what is known of it changes much,"""
+"""An engine with fewer measurements of computing is new: its estimate still changes much,"""
 MOST_EARLY = 32
-"""so that this many pulls by it are kept, to work out anew what of them was pulling."""
+"""so this many of its pulls are kept, to separate pulling from computing again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PullSeen:
-    """A pull that was seen, of ``saved`` tokens; ``seconds`` are with computing the ``rest``."""
+    """A measured pull of ``saved`` tokens; ``seconds`` include computing the ``rest``."""
 
     pair: tuple[str, str]
     saved: int
@@ -50,7 +52,7 @@ class PullPlanner:
     """Plans pulls of prefixes.
 
     Attributes:
-        chooser: what pulls and computing take.
+        chooser: the estimates of pulling, loading and computing.
     """
 
     chooser: Chooser
@@ -59,8 +61,8 @@ class PullPlanner:
     _early: dict[str, deque[_PullSeen]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, floor: int) -> PullPlanner:
-        """One that has seen nothing yet; ``floor``: a pull saves at least so many tokens."""
+    def from_floor(cls, floor: int) -> PullPlanner:
+        """A planner without measurements; ``floor``: minimum tokens that a pull saves."""
         computing = Lines(*COMPUTING, stale_s=COMPUTING_STALE_S)
         loading = Lines(*LOADING, stale_s=COMPUTING_STALE_S)
         return cls(Chooser(computing, Lines(*PULLING), loading, floor))
@@ -75,14 +77,14 @@ class PullPlanner:
         *,
         stored: int = 0,
     ) -> PullChoice:
-        """See :meth:`Chooser.choose`; ``holders`` need not know what they lend."""
+        """Choose by :class:`Chooser`; fills in how many pulls each of ``holders`` serves now."""
         awake = (one for one in holders if not self._is_resting(one.engine, engine, now))
         most = sorted(awake, key=lambda one: -one.tokens)[:MOST_HOLDERS]
         asked = [replace(one, num_lent=self._lent[one.engine]) for one in most]
         return self.chooser.choose(engine, num_tokens, held, asked, now, stored=stored)
 
-    def lending(self, holder: str) -> Callable[[], None]:
-        """A pull from ``holder`` begins; call what this returns, once, when it is over."""
+    def start_lending(self, holder: str) -> Callable[[], None]:
+        """Count a pull from ``holder``; call the returned function once, when it has ended."""
         self._lent[holder] += 1
 
         def over() -> None:
@@ -92,14 +94,14 @@ class PullPlanner:
 
         return over
 
-    def rests(self, holder: str, now: float) -> bool:
-        """It lends nothing now; whether that is new."""
+    def start_rest(self, holder: str, now: float) -> bool:
+        """Skip a holder that lends nothing now; returns whether that is new."""
         known = self._rests.get(holder, 0.0) > now
         self._rests[holder] = now + RESTS_S
         return not known
 
-    def wasted(self, engine: str, choice: PullChoice, now: float) -> None:
-        """An engine could make nothing of a ticket, perhaps as it does not reach its holder."""
+    def note_wasted(self, engine: str, choice: PullChoice, now: float) -> None:
+        """Note that an engine could not use a ticket, perhaps as it cannot reach the holder."""
         if choice.holder is not None:
             self._rests[choice.holder.engine, engine] = now + RESTS_S
 
@@ -107,27 +109,27 @@ class PullPlanner:
         keys = (holder, (holder, engine))
         return any(self._rests.get(key, 0.0) > now for key in keys)
 
-    def computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
-        """An engine without other work computed ``tokens`` tokens in ``seconds``."""
-        self.chooser.computing.see(engine, tokens, seconds, now)
+    def note_computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
+        """Learn that an otherwise idle engine computed ``tokens`` tokens in ``seconds``."""
+        self.chooser.computing.add_measurement(engine, tokens, seconds, now)
         early = self._early.get(engine, ())
         for pair in {pull.pair for pull in early}:
-            self.chooser.pulling.forget(pair)
+            self.chooser.pulling.forget_line(pair)
         for pull in early:
             self._see(engine, pull)
         if not self._is_new(engine, now):
             self._early.pop(engine, None)
 
-    def loaded(self, engine: str, stored: int, rest: int, seconds: float, now: float) -> None:
-        """An engine without other work loaded ``stored`` tokens and computed the ``rest``."""
-        rest_s = self.chooser.computing.of(engine, now).at(rest)
+    def note_loaded(self, engine: str, stored: int, rest: int, seconds: float, now: float) -> None:
+        """Learn that an idle engine loaded ``stored`` tokens and computed the ``rest``."""
+        rest_s = self.chooser.computing.line_of(engine, now).seconds_for(rest)
         if not self._is_new(engine, now):
-            self.chooser.loading.see(engine, stored, max(0.0, seconds - rest_s), now)
+            self.chooser.loading.add_measurement(engine, stored, max(0.0, seconds - rest_s), now)
 
-    def pulled(
+    def note_pulled(
         self, engine: str, choice: PullChoice, rest: int, seconds: float, now: float
     ) -> None:
-        """An engine without other work pulled as chosen and computed the ``rest`` of the tokens."""
+        """Learn that an otherwise idle engine pulled as chosen and computed the ``rest``."""
         if choice.holder is None:
             return
         pull = _PullSeen((choice.holder.engine, engine), choice.saved, rest, seconds, now)
@@ -136,15 +138,15 @@ class PullPlanner:
         self._see(engine, pull)
 
     def _is_new(self, engine: str, now: float) -> bool:
-        return self.chooser.computing.of(engine, now).num_seen < NEW
+        return self.chooser.computing.line_of(engine, now).num_seen < NEW
 
     def _see(self, engine: str, pull: _PullSeen) -> None:
-        rest_s = self.chooser.computing.of(engine, pull.now).at(pull.rest)
+        rest_s = self.chooser.computing.line_of(engine, pull.now).seconds_for(pull.rest)
         seconds = max(0.0, pull.seconds - rest_s)
-        self.chooser.pulling.see(pull.pair, pull.saved, seconds, pull.now)
+        self.chooser.pulling.add_measurement(pull.pair, pull.saved, seconds, pull.now)
 
-    def keep(self, engines: Iterable[str]) -> None:
-        """Drop all other engines."""
+    def keep_engines(self, engines: Collection[str]) -> None:
+        """Forget all other engines."""
         known = set(engines)
         self._rests = {
             key: until

@@ -1,4 +1,4 @@
-"""A prefix that was asked for, and what came of it.  Pure."""
+"""A requested prefix, and the outcome.  Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdconn.router.labels import LabelValue
 
 
 class PullEnd(LabelValue):
-    """What came of a pull: the label ``outcome`` of ``prefix_pulls_total``."""
+    """The outcome of a pull: the label ``outcome`` of ``prefix_pulls_total``."""
 
     TAKEN = ("taken", "Prefill pulled the prefix.")
     UNUSED = (
@@ -20,7 +20,7 @@ class PullEnd(LabelValue):
         "late",
         "The holder did not answer before computing became the better choice.",
     )
-    FAILED = ("failed", "The holder, or prefill with the ticket in its hands, did not answer.")
+    FAILED = ("failed", "The holder, or prefill while it had the ticket, did not answer.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class PrefixPull:
 
     Attributes:
         holder: the engine that lends.
-        tokens: of the prefix.
-        saved: those of them that prefill did not hold.
-        took_s: from asking the holder until its ticket arrived, or the wait was given up.
+        tokens: tokens of the prefix.
+        saved: of these, tokens that prefill did not hold.
+        took_s: from asking the holder until its ticket arrived, or the wait was abandoned.
         end: None while prefill has the ticket.
     """
 

@@ -1,6 +1,6 @@
-"""How long engines take: seconds over tokens, learned from what they were seen to take.  Pure.
+"""Time of engines as a line over tokens, fitted to measurements.  Pure.
 
-A prompt is computed, and a prefix pulled, in a time that is a line over its tokens::
+The time to compute a prompt, and to pull a prefix, is linear in its tokens::
 
     seconds                         .  computed: fixed + tokens / rate of prefill
                                .
@@ -11,9 +11,9 @@ A prompt is computed, and a prefix pulled, in a time that is a line over its tok
             .          ^ from here on a pull is faster
         0 ............................................ tokens
 
-The line is that of least squares of relative errors, in which what was seen counts less with
-every later observation, so that a link or an engine that changes is followed.  Until enough was
-seen what was assumed holds it.
+The line minimizes the squares of relative errors.  The weight of a measurement decreases with every
+later one, so that a changed link or engine is followed.  Assumed points hold the line until there
+are enough measurements.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 KEPT = 0.9
-"""What an observation still counts after the next one: about ten count."""
+"""Weight of a measurement after the next one: about ten count."""
 MOST_SEEN = 64
-"""Observations that are kept; the last of them counts 0.001."""
+"""Measurements that are kept; the oldest has weight 0.001."""
 ROUNDS = 3
-"""Each fits the line anew, with errors relative to the line of the round before."""
+"""Rounds of fitting, each with errors relative to the line of the previous one."""
 ASSUMED_TOKENS = (0, 4096)
-"""Two points that stand for the line assumed, as if they were seen before anything else."""
+"""Token numbers of two assumed points, as if measured before everything else."""
 ASSUMED_WEIGHT = 0.1
-"""What each of them counts."""
+"""Weight of each of them."""
 OUTLIER = 4.0
-"""What took so many times as long as expected waited for something else, and counts little,"""
+"""A measurement this many times the expected time was probably delayed by other work,"""
 OUTLIER_WEIGHT = 0.1
-"""namely so much."""
+"""and gets this weight."""
 SCATTER = 0.05
-"""What is seen is mostly off the line by no more than this part."""
+"""Typical relative deviation of measurements from the line."""
 AGREES = 2.0
-"""What takes up to so many times as long as expected, or as short, is as it was."""
+"""A stale line is confirmed by a measurement within this factor of it."""
 MOST_TIMES = 16
-"""What is stale and tried again and again is left alone up to so many times as long."""
+"""Limit of the growth of the time after which a repeatedly confirmed line is stale."""
 LEAST_S = 1e-3
-"""What takes less scatters as this does."""
+"""Shorter times scatter as this one does."""
 
 
 class Line:
-    """Seconds that a number of tokens takes.
+    """The expected seconds for a number of tokens.
 
     Args:
-        fixed_s: of nothing, as assumed.
-        token_s: of each token, as assumed.
-        kept: see :data:`KEPT`.
+        fixed_s: assumed seconds for 0 tokens.
+        token_s: assumed seconds per token.
+        kept: weight of past measurements; default :data:`KEPT`.
 
     >>> line = Line(fixed_s=0.01, token_s=0.001)
-    >>> round(line.at(1000), 3)
+    >>> round(line.seconds_for(1000), 3)
     1.01
     """
 
     def __init__(self, fixed_s: float, token_s: float, *, kept: float = KEPT) -> None:
         self._kept = kept
         self._fixed_s, self._token_s = fixed_s, token_s
-        points = [(tokens, self.at(tokens), ASSUMED_WEIGHT) for tokens in ASSUMED_TOKENS]
+        points = [(tokens, self.seconds_for(tokens), ASSUMED_WEIGHT) for tokens in ASSUMED_TOKENS]
         self._seen: deque[tuple[float, float, float]] = deque(points, MOST_SEEN)
         self._sums = (0.0, 0.0, 0.0)
         self.num_seen = 0
 
-    def at(self, tokens: float) -> float:
-        """Seconds that ``tokens`` tokens take; never less than those of none."""
+    def seconds_for(self, tokens: float) -> float:
+        """Expected seconds for ``tokens`` tokens; never less than for none."""
         return self._fixed_s + self._token_s * max(0.0, tokens)
 
     def doubt(self, tokens: float) -> float:
-        """Seconds by which :meth:`at` may be off: much where nothing like it was seen.
+        """Standard error of :meth:`seconds_for`: large far from all measurements.
 
-        The standard error of the line, where what is seen scatters by :data:`SCATTER`.
+        Measurements are assumed to scatter by :data:`SCATTER`.
         """
         weight, x, xx = self._sums
         spread = weight * xx - x * x
@@ -83,22 +83,24 @@ class Line:
             return 0.0
         return SCATTER * math.sqrt(max(0.0, xx - 2 * x * tokens + weight * tokens**2) / spread)
 
-    def see(self, tokens: float, seconds: float) -> None:
-        """``tokens`` tokens took ``seconds``."""
+    def add_measurement(self, tokens: float, seconds: float) -> None:
+        """Add a measurement: ``tokens`` tokens took ``seconds``."""
         if not (tokens >= 0 and 0 <= seconds < float("inf")):
             raise ValueError(f"expected tokens and seconds of at least 0, got {tokens}, {seconds}")
-        is_outlier = self.num_seen > 0 and seconds > OUTLIER * max(self.at(tokens), LEAST_S)
+        is_outlier = self.num_seen > 0 and seconds > OUTLIER * max(
+            self.seconds_for(tokens), LEAST_S
+        )
         self._seen.append((float(tokens), seconds, OUTLIER_WEIGHT if is_outlier else 1.0))
         self.num_seen += 1
         for _ in range(ROUNDS):
             self._fit()
 
     def _fit(self) -> None:
-        """Least squares with neither part below 0."""
+        """Fit by least squares, with neither coefficient below 0."""
         weight = x = y = xx = xy = 0.0
         counts = 1.0
         for tokens, seconds, weighs in reversed(self._seen):
-            one = counts * weighs / max(self.at(tokens), LEAST_S) ** 2
+            one = counts * weighs / max(self.seconds_for(tokens), LEAST_S) ** 2
             weight, x, y = weight + one, x + one * tokens, y + one * seconds
             xx, xy = xx + one * tokens * tokens, xy + one * tokens * seconds
             counts *= self._kept
@@ -113,7 +115,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A line, when it was last seen, and after how many seconds it is stale."""
+    """A line, the time of its last measurement, and the seconds after which it is stale."""
 
     line: Line
     seen_at: float
@@ -123,22 +125,23 @@ class _Known:
         return now - self.seen_at > self.stale_s
 
     def agrees(self, tokens: float, seconds: float) -> bool:
-        """Whether it is still as it was."""
-        expected_s = max(self.line.at(tokens), LEAST_S)
+        """Whether a measurement confirms the line."""
+        expected_s = max(self.line.seconds_for(tokens), LEAST_S)
         return expected_s / AGREES <= max(seconds, LEAST_S) <= expected_s * AGREES
 
 
 @dataclass(slots=True)
 class Lines:
-    """A line for each of some things, all assumed alike; what was not seen for long is stale.
+    """One line per key, all with the same assumptions; lines without recent measurements are stale.
 
-    What is stale is as assumed until it is seen again, so that what was found too slow is tried
-    some time.  If it is then as it was, what was known holds again, and for twice as long.
+    A stale line is replaced by the assumptions until the next measurement, so that a slow pull is
+    tried again after some time.  If that measurement confirms the stale line, the line is restored,
+    and becomes stale after twice the time.
 
     Attributes:
-        fixed_s, token_s: as assumed.
-        stale_s: after so many seconds a line is as assumed again.
-        most: how many are kept.
+        fixed_s, token_s: assumed line.
+        stale_s: seconds without measurements after which a line is stale.
+        most: number of lines that are kept.
     """
 
     fixed_s: float
@@ -150,26 +153,26 @@ class Lines:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def of(self, key: Hashable, now: float) -> Line:
-        """The line of ``key``, which is as assumed if nothing was seen of it lately."""
+    def line_of(self, key: Hashable, now: float) -> Line:
+        """The line of ``key``; the assumed one if there are no recent measurements."""
         known = self._lines.get(key)
         if known is None or known.is_stale(now):
             return Line(self.fixed_s, self.token_s)
         return known.line
 
-    def see(self, key: Hashable, tokens: float, seconds: float, now: float) -> None:
-        """``tokens`` tokens took ``key`` ``seconds``."""
-        line, stale_s = self.of(key, now), self.stale_s
+    def add_measurement(self, key: Hashable, tokens: float, seconds: float, now: float) -> None:
+        """Add a measurement of ``key``: ``tokens`` tokens took ``seconds``."""
+        line, stale_s = self.line_of(key, now), self.stale_s
         known = self._lines.pop(key, None)
         if known is not None and known.agrees(tokens, seconds):
             line = known.line
             longer = 2 if known.is_stale(now) else 1
             stale_s = min(longer * known.stale_s, MOST_TIMES * self.stale_s)
-        line.see(tokens, seconds)
+        line.add_measurement(tokens, seconds)
         self._lines[key] = _Known(line, now, stale_s)
         while len(self._lines) > self.most:
             del self._lines[next(iter(self._lines))]
 
-    def forget(self, key: Hashable) -> None:
-        """Nothing was seen of ``key``."""
+    def forget_line(self, key: Hashable) -> None:
+        """Drop the measurements of ``key``."""
         self._lines.pop(key, None)

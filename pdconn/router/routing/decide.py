@@ -5,8 +5,8 @@
               requests in flight ────────────┘
 
 A policy that ignores prompts gets engines and loads only.  A request whose prompt cannot be
-tokenized or looked up is routed without that; only a prompt longer than its model's length is
-refused.
+tokenized or looked up is routed without prefix hits; only a prompt longer than its model's length
+is refused.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from pdconn.router.routing.tokenize import Tokenised, Tokeniser
 
 _BAD_REQUEST = 400
 BYTES_A_TOKEN = 4
-"""Estimate for a body of text that was not tokenized."""
+"""Bytes per token, to estimate the tokens of text that was not tokenized."""
 MOST_GUESSED = 32_768
-"""Bound of that estimate, in tokens: a body with pictures is long, its prompt is not."""
+"""Limit of that estimate in tokens: a body with pictures is long, its prompt is not."""
 MAX_REASON = 200
-"""Bound in characters of why there was no lookup: what clients send may be in it."""
+"""Maximum characters of the reason for no lookup, which may contain client data."""
 BEGINNING_TOKENS = 256
-"""Prompts that agree in these go to the same engine, all else being equal."""
+"""Prompts with this prefix in common go to the same engine, all else being equal."""
 LOAD_FOR_S = 5.0
-"""How long an engine's reported load counts."""
+"""Seconds for which an engine's reported load counts."""
 TRUSTED_FROM = 0.9
-"""An engine whose cache holds this share of what its events said is fully trusted."""
+"""An engine that reports at least this share of its predicted hits is fully trusted."""
 TRUST_STEP = 0.2
-"""How much one request changes the trust in its engine."""
+"""Weight of one request in the trust in its engine."""
 JUDGED_FROM = 64
-"""Predicted tokens below which a difference does not change trust."""
+"""Predicted tokens below which a difference does not change the trust."""
 
 
 @dataclass(slots=True)
 class RequestRouter:
-    """Decides, and keeps the last decisions.
+    """Decides where requests go, and keeps the last decisions.
 
     Attributes:
-        trust: by engine the share of its predicted hits that it reported as cached, lately;
+        trust: by engine, the share of its predicted hits that it recently reported as cached; the
             predicted hits of an engine with less trust count less.
-        since: by engine when it joined the fleet, in seconds since the epoch: older decisions
-            say nothing about it.
-        decodes_alone: decode computes prompts itself while no prefill engine answers; False:
-            such requests are refused.
-        pulls: plans what prefill pulls from other engines; None: prefill computes what it lacks.
-        turn: of equally busy engines in ``by_load``.
+        since: by engine, when it joined the fleet, in seconds since the epoch: earlier decisions do
+            not apply to it.
+        decodes_alone: whether decode computes prompts while no prefill engine answers; False: such
+            requests are refused.
+        pulls: plans pulls of prefixes between engines; None: prefill computes uncached tokens.
+        turn: position in the rotation of equally loaded engines in ``by_load``.
     """
 
     engines: EngineRegistry
@@ -86,10 +86,10 @@ class RequestRouter:
     turn: int = -1
 
     async def decide(self, request: RoutedRequest) -> Decision:
-        """The engines to try for a request.
+        """Choose the engines to try for a request.
 
         Raises:
-            BadBody: its prompt is longer than the model's length.
+            BadBody: the prompt is longer than the model's length.
         """
         began = time.perf_counter()
         tokenised, lookup, unknown = await self._look_up(request)
@@ -121,30 +121,32 @@ class RequestRouter:
         return decision
 
     def eligible(self, role: Role, request: RoutedRequest) -> tuple[str, ...]:
-        """The engines that a request may go to now; those that rest if there is no other.
+        """The engines that may get a request now; resting ones only if there is no other.
 
-        Decode computes a prompt rather than wait for a prefill engine that rests, if it may.
+        Decode computes a prompt rather than wait for a resting prefill engine, if allowed.
         """
+        # 1. Engines that are up, do not rest, and have not failed this request.
         serving = request.serving
         awake = self.engines.awake(role, serving, time.monotonic())
         found = _not_failed(role, request, awake)
         if found or (role is Role.PREFILL and self.decodes_alone):
             return found
+        # 2. Resting ones too, since there is no other.
         return _not_failed(role, request, self.engines.live(role, serving))
 
     async def is_shorter(self, engine: str, status: int, request: RoutedRequest) -> bool:
-        """Whether an engine may have refused a prompt for its length that another one takes."""
+        """Whether an engine may have refused a prompt for its length that another one accepts."""
         if status != _BAD_REQUEST:
             return False
-        models = await self.tokeniser.models.view(asking(request.headers))
+        models = await self.tokeniser.models.view_for(asking(request.headers))
         name = text(request.body.fields.get("model"))
         ours, longest = models.max_tokens_at(engine, name), models.max_tokens(name)
         return ours is not None and longest is not None and ours < longest
 
     def by_load(self, engines: Iterable[str]) -> list[str]:
-        """Engines with the fewest requests first, for what is not routed by its prompt.
+        """Engines with the fewest requests first, for requests not routed by their prompt.
 
-        Those that are equally busy take turns, and those that rest come last.
+        Equally loaded engines take turns, and resting ones come last.
         """
         names, loads, now = list(engines), self.loads.fresh(LOAD_FOR_S), time.monotonic()
         if names:
@@ -160,12 +162,12 @@ class RequestRouter:
         )
 
     def not_found(self, engine: str) -> int | None:
-        """Prompt tokens that an engine's cache did not hold; None while its page is not known."""
+        """Prompt tokens that an engine's cache did not hold; None while its page is unknown."""
         load = self.loads.fresh(LOAD_FOR_S).get(engine)
         return None if load is None else load.not_found
 
     def no_choice(self, request: RoutedRequest, why: str) -> Decision:
-        """The record of a request for which there is nothing to decide."""
+        """The record of a request that needs no choice."""
         query = _query(request, None, False)
         decision = Decision(
             request.request_id,
@@ -182,7 +184,7 @@ class RequestRouter:
     async def _look_up(
         self, request: RoutedRequest
     ) -> tuple[Tokenised | None, PrefixLookup | None, str | None]:
-        """The prompt's tokens and hits, or why there are none."""
+        """The prompt's tokens and hits, or the reason why there are none."""
         if not self.policy.looks_at_prompts:
             return None, None, f"{self.policy.name} does not look at prompts"
         if not self.caches.feeds:
@@ -196,17 +198,17 @@ class RequestRouter:
         return tokenised, lookup, None
 
     def fleet_changed(self) -> None:
-        """Drop engines that left the fleet."""
+        """Forget engines that left the fleet."""
         now = time.time()
         self.tokeniser.models.fleet_changed()
         self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
         if self.pulls is not None:
-            self.pulls.keep(self.engines.names)
+            self.pulls.keep_engines(self.engines.names)
         for engine in [engine for engine in self.trust if engine not in self.engines]:
             del self.trust[engine]
 
     def prefill_reported(self, decision: Decision, prefill: str, cached_tokens: int) -> None:
-        """Prefill has reported how many prompt tokens its cache held."""
+        """Update the trust: prefill has reported how many prompt tokens its cache held."""
         promised = decision.promised_tokens(prefill)
         if promised >= JUDGED_FROM:
             kept = min(1.0, cached_tokens / promised)
@@ -238,13 +240,13 @@ class RequestRouter:
             our_tokens,
             max(busy, ours),
             max(0, busy - ours),
-            self.loads.usage.observe(engine, usage, idle=idle, now=time.monotonic()),
+            self.loads.usage.note_share(engine, usage, idle=idle, now=time.monotonic()),
         )
 
     def _holders(
         self, lookup: PrefixLookup | None, loads: Mapping[str, Load], live: Iterable[str]
     ) -> list[Holder]:
-        """What engines hold of the prefix in their own memory, and did so when it mattered."""
+        """The tokens of the prefix in each engine's own memory, for the planner of pulls."""
         if lookup is None or self.pulls is None:
             return []
         found = []
@@ -265,7 +267,7 @@ class RequestRouter:
         candidates: list[Candidate],
         holders: list[Holder],
     ) -> list[Candidate]:
-        """The candidates and what each would pull; the request keeps its tokens if any would."""
+        """The candidates with their pulls; the request keeps its tokens if any would pull."""
         if self.pulls is None or not holders:
             return candidates
         num_tokens, now = len(tokenised.tokens), time.monotonic()
@@ -281,8 +283,8 @@ class RequestRouter:
     def _best_rank(self, engine: str, ranks: tuple[RankHit, ...]) -> tuple[Hit, int | None]:
         """The hit of an engine's best rank, and the rank that the request should name.
 
-        A rank is named only where its hit is longer than the worst one's: otherwise the engine
-        knows better which of its ranks is free.
+        A rank is named only if its hit is longer than the worst one's: otherwise the engine chooses
+        better by the load of its ranks.
         """
         if not ranks:
             return NO_HIT, None

@@ -1,17 +1,17 @@
-"""Which engines serve a request's model, by what they list (``GET /v1/models``).
+"""The engines that serve a request's model, according to their lists (``GET /v1/models``).
 
-Where the lists of engines differ a request goes to those that serve its model, and an engine that
-has not listed its models gets none.  Where all list the same, as they mostly do, names are the
-engines' to judge.  Where the lengths of one model differ the longest prompt of any counts: what
-none of them takes is refused here.
+Where the lists of engines differ, a request goes to those that serve its model, and an engine
+without a list gets none.  Where all lists are equal, as is usual, the engines check names
+themselves.  Where the lengths of one model differ the longest counts: a prompt beyond it is refused
+here.
 
-With whose key engines are asked:
+The key of the question depends on the configuration:
 
-1. the router's own, if it has one (``--engine-key-file``): one list for all;
-2. otherwise with none: what an engine lists without a key is one list for all, too;
-3. an engine that refuses that is asked with the client's key, and what it lists then is used for
-   requests with that key alone.  So a client with a wrong key spoils no other's list, and no
-   client learns what an engine listed to another.
+1. the router's own, if it has one (``--engine-key-file``): one list for all clients;
+2. otherwise none: a list that an engine returns without a key is also valid for all clients;
+3. an engine that refuses this is asked with the client's key, and its list is used for requests
+   with that key alone.  So a client with a wrong key affects no other client's list, and no client
+   sees a list that an engine returned to another.
 
 A client whose key is refused has no list: its request goes to an engine, which refuses it.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,33 +36,33 @@ from pdconn.router.openai.requests import asking, text
 from pdconn.router.routing.routed_request import RoutedRequest
 
 MODELS_FOR_S = 30.0
-"""How long a list of models is used."""
+"""Seconds for which a list of models is used."""
 MOST_SHOWN = 500
-"""Characters of the names of models in an error."""
+"""Maximum characters of model names in an error."""
 
 Ask = Callable[[str, str, CIMultiDict[str]], Awaitable[bytes]]
 """Requests a path of an engine, with headers."""
 
 
 class CannotTokenise(Exception):
-    """The prompt cannot be tokenized here; the text says why."""
+    """The prompt cannot be tokenized here; the message says why."""
 
 
 class KeyRefused(CannotTokenise):
-    """The engine wants another key."""
+    """The engine requires another key."""
 
 
 Cards = Mapping[str, Mapping[str, Card]]
-"""By engine and name."""
+"""Cards by engine and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The models that one client may know of.
+    """The models that are visible to one client.
 
     Attributes:
-        cards: of the engines that have listed theirs.
-        is_shown: whether the client may read names in it; else engines judge names.
+        cards: of the engines that have returned a list.
+        is_shown: whether errors for the client may contain names; else the engines check names.
         differ: whether engines list different models.
     """
 
@@ -74,7 +74,7 @@ class ModelView:
         different = len({frozenset(cards) for cards in self.cards.values()}) > 1
         object.__setattr__(self, "differ", different)
 
-    def serving(self, model: str) -> frozenset[str]:
+    def engines_serving(self, model: str) -> frozenset[str]:
         """The engines that list a model."""
         return frozenset(name for name, cards in self.cards.items() if model in cards)
 
@@ -91,32 +91,32 @@ class ModelView:
         raise BadBody("model", listed if found and self.is_shown else "a model's name", "nothing")
 
     def adapter_path(self, model: str | None) -> str | None:
-        """Where the adapter of this name comes from; None if it is none."""
+        """The path of an adapter; None if the name is no adapter's."""
         cards = (cards.get(model or "") for cards in self.cards.values())
         return next((card.root for card in cards if card and card.parent and card.root), None)
 
     def max_tokens_at(self, engine: str, model: str | None) -> int | None:
-        """Tokens of the longest prompt and its answer that one engine takes, if it says so."""
+        """Maximum tokens of prompt and answer at one engine, if it reports them."""
         return _max_tokens(self.cards.get(engine, {}), model)
 
     def max_tokens(self, model: str | None) -> int | None:
-        """Tokens of the longest prompt and its answer that any engine takes, if they say so."""
+        """Maximum tokens of prompt and answer at any engine, if they report them."""
         found = [_max_tokens(cards, model) for cards in self.cards.values()]
         return max((one for one in found if one is not None), default=None)
 
 
 class ModelList:
-    """The models that engines list to one key, or to those without one; asked now and then.
+    """The models that engines list to one key, or without a key; refreshed periodically.
 
     Args:
-        ask: how to ask an engine.
-        timeout_s: for an answer, and until the next try after one that failed.
+        ask: requests a path of an engine.
+        timeout_s: for an answer, and before the next try after a failure.
 
     Attributes:
-        cards: by engine; one that fails keeps its list, one that refuses the key has none.
-        refused: engines that want another key.
-        asked_at: when it was last asked for.
-        rounds: how often it has changed.
+        cards: by engine; a failing engine keeps its list, one that refuses the key has none.
+        refused: engines that require another key.
+        asked_at: time of the last refresh.
+        rounds: number of changes.
     """
 
     def __init__(self, ask: Ask, timeout_s: float) -> None:
@@ -138,15 +138,15 @@ class ModelList:
 
     @property
     def is_asking(self) -> bool:
-        """Whether a round is under way."""
+        """Whether a refresh is in progress."""
         return self._round is not None and not self._round.done()
 
     def expire(self) -> None:
-        """Ask with the next request."""
+        """Refresh with the next request."""
         self._until = 0.0
 
     def is_fresh(self) -> bool:
-        """Whether it need not be asked for now."""
+        """Whether no refresh is due."""
         return asyncio.get_running_loop().time() < self._until
 
     async def refresh(
@@ -157,7 +157,7 @@ class ModelList:
         among: frozenset[str],
         waits: bool = False,
     ) -> None:
-        """Ask engines, unless they are being asked; ``among``: all that are to list theirs.
+        """Refresh, unless a refresh is in progress; ``among``: all engines that are to list theirs.
 
         Waits only for engines that were never asked, or with ``waits``, and only for half of the
         time-out.
@@ -171,7 +171,7 @@ class ModelList:
         if waits or not names <= self._asked:
             await asyncio.wait([self._round], timeout=self._timeout_s / 2)
         else:
-            self._until = self.asked_at + self._timeout_s  # a round is under way
+            self._until = self.asked_at + self._timeout_s  # a refresh is in progress
 
     async def _ask_all(
         self, names: frozenset[str], headers: CIMultiDict[str], among: frozenset[str]
@@ -191,13 +191,14 @@ class ModelList:
         is_complete = among <= listed.keys() | self.refused
         self._until = now + (MODELS_FOR_S if is_complete else self._timeout_s)
 
-    def keep(self, engines: frozenset[str]) -> None:
-        """Forget the engines that are not among these."""
-        if self.cards.keys() <= engines and self._asked <= engines:
+    def keep_engines(self, engines: Collection[str]) -> None:
+        """Forget all other engines."""
+        kept = frozenset(engines)
+        if self.cards.keys() <= kept and self._asked <= kept:
             return
-        self.cards = {name: one for name, one in self.cards.items() if name in engines}
-        self._asked &= engines
-        self.refused &= engines
+        self.cards = {name: one for name, one in self.cards.items() if name in kept}
+        self._asked &= kept
+        self.refused &= kept
         self.rounds += 1
 
     async def _cards_of(
@@ -227,7 +228,7 @@ def _bases(cards: Mapping[str, Card]) -> list[Card]:
 
 
 def _max_tokens(cards: Mapping[str, Card], model: str | None) -> int | None:
-    """Of one engine: an adapter takes what its model does, no name is the only model's."""
+    """The length at one engine: an adapter has its base model's, no name means the only model."""
     bases = _bases(cards)
     card = cards.get(model) if model is not None else bases[0] if bases else None
     if card is not None and card.max_model_len is None and card.parent is not None:
@@ -237,22 +238,22 @@ def _max_tokens(cards: Mapping[str, Card], model: str | None) -> int | None:
 
 
 UNKNOWN_AGAIN_S = 1.0
-"""How soon a name that no engine lists makes the router ask again."""
+"""Least seconds between two refreshes that are caused by unknown names."""
 MOST_KEYS = 256
-"""Of clients, whose lists are kept; those that engines refuse are forgotten first."""
+"""Client keys whose lists are kept; keys that engines refuse are dropped first."""
 MOST_QUESTIONS = 32
-"""To engines at a time that are asked with clients' keys."""
+"""Concurrent requests to engines with clients' keys."""
 
 
 class ModelCatalog:
-    """The models of every engine, as each client may know of them.
+    """The models of every engine, as visible to each client.
 
     Args:
-        engines: those to ask.
-        ask: how.
-        timeout_s: for an answer, and until the next try after one that failed.
-        authorization: with the router's own key.
-        is_shown: whether clients may read the list that was got with that key.
+        engines: the engines to ask.
+        ask: requests a path of an engine.
+        timeout_s: for an answer, and before the next try after a failure.
+        authorization: the router's own key.
+        is_shown: whether clients may see names from the list for that key.
     """
 
     def __init__(
@@ -281,26 +282,28 @@ class ModelCatalog:
         await asyncio.gather(*(one.models.close() for one in self._of_keys.values()))
 
     def fleet_changed(self) -> None:
-        """Ask the engines that joined, with the next request."""
+        """Ask new engines with the next request."""
         for one in (self._shared, *(of_key.models for of_key in self._of_keys.values())):
             one.expire()
 
-    async def view(self, headers: CIMultiDict[str], *, again: bool = False) -> ModelView:
-        """What the client whose headers these are may know.
+    async def view_for(self, headers: CIMultiDict[str], *, again: bool = False) -> ModelView:
+        """The models visible to the client with these headers.
 
         Args:
-            again: ask, and wait for the answers, unless that was done just now.
+            again: refresh and wait for the answers, unless that happened just now.
         """
         live = (*self._engines.live(Role.DECODE), *self._engines.live(Role.PREFILL))
         key = self._authorization()
         fleet = frozenset(self._engines.names)
         await self._update(self._shared, live, _with_key(headers, key), fleet, again=again)
+        # 1. All engines answered with the router's own key, or without one: one list for all.
         refusing = [] if key is not None else [n for n in live if n in self._shared.refused]
         if not refusing or "Authorization" not in headers:
             return self._shared_view(is_shown=key is None or self._is_shown)
+        # 2. Some refuse that: they are asked with the client's key, for requests with it.
         mine = self._list_of(headers["Authorization"])
         await self._update(mine.models, refusing, headers, self._shared.refused, again=again)
-        return mine.view(self._shared)
+        return mine.view_beside(self._shared)
 
     async def _update(
         self,
@@ -311,7 +314,7 @@ class ModelCatalog:
         *,
         again: bool,
     ) -> None:
-        models.keep(among)
+        models.keep_engines(among)
         age_s = asyncio.get_running_loop().time() - models.asked_at
         if not models.is_fresh() or (again and age_s >= UNKNOWN_AGAIN_S):
             await models.refresh(engines, headers, among=among, waits=again)
@@ -333,9 +336,9 @@ class ModelCatalog:
         return found
 
     def _forget_one(self) -> None:
-        """The key used least recently; first those that no engine takes.
+        """Drop the least recently used key; first those that no engine accepts.
 
-        One that is being asked for goes last: its round would go on, and be asked for again.
+        A key with a refresh in progress goes last, since that would continue and be repeated.
         """
         idle = [name for name, one in self._of_keys.items() if not one.models.is_asking]
         refused = (name for name in idle if not self._of_keys[name].models.cards)
@@ -346,59 +349,62 @@ class ModelCatalog:
             return await self._ask(engine, path, headers)
 
     def matters(self) -> bool:
-        """Whether ``serving`` has anything to do; not if all engines list the same models."""
+        """Whether engines list different models, so that a request has to be matched."""
         shared = self._shared
         is_known = shared.is_fresh() and self._view_of == shared.rounds
         return not is_known or self._view.differ or bool(shared.refused)
 
-    async def serving_request(self, request: RoutedRequest) -> frozenset[str] | None:
-        """The engines that serve the model of a request; None: all do.
+    async def engines_for_request(self, request: RoutedRequest) -> frozenset[str] | None:
+        """The engines that serve the model of a request; None for all.
 
         Raises:
-            UnknownModel, BadBody: as ``serving``.
+            UnknownModel, BadBody: as :meth:`engines_for`.
         """
         if not self.matters():
             return None
         fields = request.body.fields
-        return await self.serving(lambda: text(fields.get("model")), asking(request.headers))
+        return await self.engines_for(lambda: text(fields.get("model")), asking(request.headers))
 
-    async def serving(
+    async def engines_for(
         self, model: Callable[[], str | None], headers: CIMultiDict[str]
     ) -> frozenset[str] | None:
-        """The engines that serve a model; None where all serve the same, or none has listed any.
+        """The engines that serve a model; None if all serve the same, or none has returned a list.
 
-        ``model`` reads the name from the request, and is not called where all serve the same.
+        ``model`` reads the name from the request; it is not called if all serve the same.
 
         Raises:
-            UnknownModel: no engine serves it.
-            BadBody: the request names none, and there are several.
+            UnknownModel: no engine serves the model.
+            BadBody: the request names no model, and there are several.
         """
-        view = await self.view(headers)
+        view = await self.view_for(headers)
+        # 1. All engines list the same models: they check the name themselves.
         if not view.differ:
             return None
+        # 2. Some list it, perhaps only after a refresh.
         name = model()
         if name is None:
             name = view.only_model()
-        found = view.serving(name)
+        found = view.engines_serving(name)
         if not found:  # perhaps an adapter that was loaded just now
-            view = await self.view(headers, again=True)
-            found = view.serving(name)
+            view = await self.view_for(headers, again=True)
+            found = view.engines_serving(name)
         if found:
             return found
+        # 3. None lists it: the router refuses it, unless the client may not see the list.
         if view.is_shown:
             raise UnknownModel(name)
         return None
 
 
 class _OfKey:
-    """What engines list to one client's key, beside what they list to all."""
+    """The lists for one client's key, beside those for all."""
 
     def __init__(self, models: ModelList) -> None:
         self.models = models
         self._made: tuple[tuple[int, int], ModelView] | None = None
 
-    def view(self, shared: ModelList) -> ModelView:
-        """All that the key may know of."""
+    def view_beside(self, shared: ModelList) -> ModelView:
+        """All models visible to the key."""
         state = (self.models.rounds, shared.rounds)
         if self._made is None or self._made[0] != state:
             self._made = state, ModelView({**shared.cards, **self.models.cards})
@@ -406,7 +412,7 @@ class _OfKey:
 
 
 def _with_key(headers: CIMultiDict[str], key: str | None) -> CIMultiDict[str]:
-    """The headers of a question that is the router's own."""
+    """The headers of a question of the router itself."""
     ours = headers.copy()
     ours.popall("Authorization", None)
     if key is not None:

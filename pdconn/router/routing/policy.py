@@ -1,33 +1,33 @@
-"""Which engines serve a request.  Pure: what is known goes in, an order of engines comes out.
+"""Policies that rank engines for a request.  Pure: from known facts to an order of engines.
 
-The router decides once per request and tries the engines of each role in that order, each
-once.  Engines that are down or draining are no candidates.
+The router decides once per request and tries the engines of each role in that order, each once.
+Engines that are down or draining are no candidates.
 
-``PrefixAware`` counts what each choice costs, in tokens that some engine has to compute
-before this request is done, and takes the cheapest::
+``PrefixAware`` computes the cost of each choice, in tokens that some engine has to compute before
+this request is done, and takes the cheapest::
 
     prefill p            left(p) + queue(p) + 512 * others(p) + pressure(p)
     decode d, hand-over  the cheapest prefill + 0.125 * pulled(d) + 64 * requests(d) + pressure(d)
     decode d, alone                                     left(d) + 64 * requests(d) + pressure(d)
 
-    left      tokens of the prompt that the engine's hit does not cover, and of those on a slower
-              medium, such as a store, a part (by the hit's score per block); what prefill would
-              pull from another engine counts as the tokens that it could compute in that time
-    pulled    the same, but where states cut the hit: they are pulled whatever the engine holds, so
-              only what full attention lacks counts
+    left      uncached tokens of the prompt, and a fraction of cached tokens on a slower medium,
+              such as a store (by the hit's score per block); tokens that prefill would pull from
+              another engine count as the tokens that it could compute in that time
+    pulled    the same, except where states cut the hit: these are pulled in any case, so only
+              tokens that full attention lacks count
     queue     tokens that this router sent there and that are not computed yet
     others    requests there that this router did not send
     requests  running and waiting: each request in a batch slows the others
-    pressure  the engine runs out of blocks, lent blocks included: from 0 at a usage of 0.8 to
-              four prompts at a usage of 1
+    pressure  the engine runs out of blocks, lent blocks included: from 0 at a usage of 0.8 to four
+              prompts at a usage of 1
 
 The factors are the constants below, in that order.
 
 Decode may serve a request alone if it holds a prefix, in its cache or a store, and has to compute
-at most ``alone_below`` tokens.
-Costs that differ by less than ``TIE_TOKENS`` count as equal.  Among equals, rendezvous hashing
-of the prompt's beginning decides: prompts that begin alike reach the same engine before any
-event reports where they are cached, and routers agree without knowing of each other.
+at most ``alone_below`` tokens.  Costs that differ by less than ``TIE_TOKENS`` count as equal.
+Among equals, rendezvous hashing of the prompt's beginning decides: prompts that begin alike reach
+the same engine before any event reports where they are cached, and routers agree without
+communicating.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.choose import PullChoice
 
 TOKENS_PER_FOREIGN_REQUEST = 512.0
-"""Cost of a request at prefill that this router did not send.  Guessed: a short prompt."""
+"""Cost of a request at prefill from another router.  Guessed: a short prompt."""
 TOKENS_PER_PULLED_TOKEN = 0.125
 """Cost of pulling a token; computing one costs 1.
 
-Guessed, above what was measured: on two cores a hand-over of 3000 tokens took 0.07 to 0.08 of
-its prefill (``docs/benchmarks.md``).
+Guessed, above the measured value: on two cores a hand-over of 3000 tokens took 0.07 to 0.08 of its
+prefill (``docs/benchmarks.md``).
 """
 TOKENS_PER_DECODE_REQUEST = 64.0
 """Cost of a request in decode's batch or queue.  Guessed."""
 PRESSURE_FROM_USAGE = 0.8
-"""Share of an engine's blocks in use from which pressure counts.  Guessed."""
+"""Share of an engine's blocks in use above which pressure counts.  Guessed."""
 PRESSURE_PROMPTS = 4.0
 """Prompts that pressure adds to the cost at a share of 1.  Guessed."""
 TIE_TOKENS = 64.0
-"""A difference below which costs count as equal.  Guessed."""
+"""Costs that differ by less count as equal.  Guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An engine that could serve a request, and what is known of it.
+    """An engine that could serve a request, with its state.
 
     Attributes:
         engine: base URL.
-        hit: what its prefix cache could serve, of its best data-parallel rank.
-        rank: that rank, where the request should name it; None leaves it to the engine.
+        hit: the hit of its best data-parallel rank.
+        rank: that rank, if the request should name it; None leaves the choice to the engine.
         queued_tokens: prompt tokens that this router sent there and that are not computed yet.
-        num_requests: running and waiting, as the engine reports or as this router sent, if more.
-        num_others: of those, requests that this router did not send.
-        kv_usage: share of its blocks in use, 0 to 1; lent blocks are in use.
-        pull: what it would do about the part of the prefix that another engine holds.
+        num_requests: running and waiting: the engine's report, or this router's count if larger.
+        num_others: of these, requests that this router did not send.
+        kv_usage: share of its blocks in use, 0 to 1, lent blocks included.
+        pull: the planned pull of a part of the prefix from another engine.
     """
 
     engine: str
@@ -87,7 +87,7 @@ class Candidate:
 
     @property
     def held_or_pulled(self) -> int:
-        """Tokens of the prompt that it need not compute."""
+        """Tokens of the prompt that the engine need not compute."""
         if self.pull is None or not self.pull.saved:
             return self.hit.tokens
         return self.hit.own_tokens + self.pull.saved
@@ -95,14 +95,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """A request as a policy sees it.
+    """The facts about a request that a policy uses.
 
     Attributes:
-        num_tokens: of its prompt.
-        is_guess: that is an estimate, as the prompt was not tokenized.
-        beginning: what prompts that begin alike have in common.
-        can_hand_over: False for requests that decode has to serve alone anyway, since they
-            cannot use a ticket or no prefill engine is up.
+        num_tokens: tokens of its prompt.
+        is_guess: whether ``num_tokens`` is an estimate, as the prompt was not tokenized.
+        beginning: equal for prompts that begin alike.
+        can_hand_over: False for requests that decode has to serve alone, since they cannot use a
+            ticket or no prefill engine is up.
     """
 
     num_tokens: int
@@ -113,7 +113,7 @@ class RouteQuery:
 
 @dataclass(frozen=True, slots=True)
 class ScoredCandidate:
-    """A candidate and what choosing it costs, in tokens."""
+    """A candidate and the cost of choosing it, in tokens."""
 
     candidate: Candidate
     cost: float
@@ -122,7 +122,7 @@ class ScoredCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The engines to try, best first, and why.
+    """The engines to try, best first, and the reason.
 
     ``alone``: decode computes the rest of the prompt itself; prefill is skipped.
     """
@@ -135,17 +135,17 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the policy decided for a request, and what it knew.
+    """The decision for a request, and the facts that it used.
 
     Attributes:
         at: seconds since the epoch.
-        policy: its name.
-        num_tokens: of the prompt.
-        is_guess: that is an estimate, as the prompt was not tokenized.
+        policy: name of the policy.
+        num_tokens: tokens of the prompt.
+        is_guess: whether ``num_tokens`` is an estimate, as the prompt was not tokenized.
         ranking: the engines to try.
         lookup: the hits of its prefix; None without a lookup.
-        unknown: why there was no lookup.
-        took_s: time that the decision took, tokenizing included.
+        unknown: the reason for no lookup.
+        took_s: duration of the decision, tokenizing included.
     """
 
     request_id: str
@@ -165,12 +165,12 @@ class Decision:
         return sum(len(prompt.hashes) for prompt in prompts)
 
     def hit_tokens(self, engine: str | None) -> int:
-        """Predicted hit in an engine's prefix cache."""
+        """The predicted hit in an engine's prefix cache."""
         best = None if self.lookup is None else self.lookup.best(engine)
         return 0 if best is None else best.hit.tokens
 
     def promised_tokens(self, prefill: str) -> int:
-        """What ``prefill`` should report as cached; 0 where it chose among unequal ranks."""
+        """Tokens that ``prefill`` should report as cached; 0 if it chose among unequal ranks."""
         ranks = () if self.lookup is None else self.lookup.ranks.get(prefill, ())
         named = [
             one.candidate.rank for one in self.ranking.prefill if one.candidate.engine == prefill
@@ -180,7 +180,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Orders the engines of both roles for one request."""
+    """Ranks the engines of both roles for one request."""
 
     name: ClassVar[str]
     looks_at_prompts: ClassVar[bool]
@@ -223,7 +223,7 @@ class RoundRobin:
 
 @dataclass(slots=True)
 class Random:
-    """Any engine: the baseline."""
+    """Random order: the baseline."""
 
     rng: random.Random = field(default_factory=random.Random)
     name: ClassVar[str] = "random"
@@ -257,6 +257,7 @@ class PrefixAware:
         self, query: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Ranking:
         """The candidates of each role, cheapest first."""
+        # 1. No ticket can serve it, or no prefill engine is up: decode computes the prompt.
         if not query.can_hand_over:
             decode_order = self._order(query, [_alone_cost(query, one) for one in decode])
             why = "decode has to serve it alone" if prefill else "no prefill engine is up"
@@ -272,11 +273,13 @@ class PrefixAware:
                 for one in decode
             ],
         )
+        # 2. The cheapest decode engine holds nearly all of the prompt.
         if decode_order and self._may_serve_alone(query, decode_order[0].candidate):
             best = decode_order[0].candidate
             left = query.num_tokens - best.hit.tokens
             why = f"{best.engine} holds {best.hit.tokens} tokens and lacks {left}"
             return Ranking(prefill_order, decode_order, alone=True, why=why)
+        # 3. Prefill computes the prompt.
         return Ranking(prefill_order, decode_order, why="handed over")
 
     def _may_serve_alone(self, query: RouteQuery, candidate: Candidate) -> bool:
@@ -288,7 +291,7 @@ class PrefixAware:
     ) -> tuple[ScoredCandidate, ...]:
         """Cheapest first; rendezvous hashing decides between equals.
 
-        Equal means within ``TIE_TOKENS`` of the cheapest that is left, so ties do not add up.
+        Equal means within ``TIE_TOKENS`` of the cheapest remaining one, so ties do not add up.
         """
         left = sorted(scored, key=lambda one: one.cost)
         ordered: list[ScoredCandidate] = []
@@ -301,7 +304,7 @@ class PrefixAware:
 
 
 def _uncached(query: RouteQuery, candidate: Candidate) -> float:
-    """Tokens of the prompt that the hit does not cover; those on a slower medium count in part."""
+    """Uncached tokens of the prompt; cached ones on a slower medium count in part."""
     return max(0.0, query.num_tokens - candidate.hit.weighed_tokens)
 
 
@@ -311,7 +314,7 @@ def _pulled(query: RouteQuery, candidate: Candidate) -> float:
 
 
 def _parts(query: RouteQuery, candidate: Candidate) -> dict[str, float]:
-    """The same in parts: tokens to compute, and what loading the others costs, if anything."""
+    """The uncached tokens, and the cost of loading or pulling the others, if any."""
     hit, pull = candidate.hit, candidate.pull
     if pull is not None and pull.saved:
         left = max(0.0, query.num_tokens - candidate.held_or_pulled)
@@ -366,7 +369,7 @@ def _alone_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
 
 
 def _affinity(beginning: bytes, engine: str) -> bytes:
-    # A key takes 64 bytes, and prompts of one chat template agree in those: hash them first.
+    # A key has 64 bytes, and prompts with one chat template agree in them: hash them first.
     return blake2b(engine.encode(), key=blake2b(beginning).digest(), digest_size=8).digest()
 
 

@@ -1,4 +1,4 @@
-"""One request on its way through the router: what travels, what happens to it, how it ended.
+"""One request on its way through the router: the request, its events, and its outcome.
 
 ::
 
@@ -10,14 +10,14 @@
     its body            a prefix  until the  until its  until its
                                   ticket     first byte last byte
 
-- A ``RoutedRequest`` travels.  What happens to it is appended to its ``events``, and nothing of
-  them changes: which engines answered, how long they took, its steps, its spans, its metrics, its
-  line in the access log and its row on the admin page are read from them.
-- A ``Decision`` says which engines to try, and why.
-- An ``Outcome`` is what its events say of how it ended.  It is kept when the answer begins, and
+- A ``RoutedRequest`` is passed along.  Everything that happens to it is appended to its ``events``,
+  which are immutable: which engines answered, how long they took, its steps, spans, metrics, access
+  log line and row on the admin page are derived from them.
+- A ``Decision`` is the list of engines to try, and the reason.
+- An ``Outcome`` is the result that its events show.  It is stored when the answer begins, and
   finally when it ends.
 
-``DecisionLog`` keeps the last decisions with their outcomes, and no request: those hold bodies.
+``DecisionLog`` keeps the last decisions with their outcomes, but no request: those hold bodies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Guess(int):
 
 
 class StepKind(Enum):
-    """What a request waits for."""
+    """The kind of a step, such as waiting for prefill."""
 
     RECEIVE = "receive"
     ROUTE = "route"
@@ -76,14 +76,14 @@ Fact = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a request, by ``time.perf_counter``."""
+    """Something that happened to a request, with its time by ``time.perf_counter``."""
 
     at_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
 class Received(Event):
-    """Its body was read and found good; the request had arrived at ``arrived_s``."""
+    """The body was read and checked; the request had arrived at ``arrived_s``."""
 
     arrived_s: float
 
@@ -93,8 +93,8 @@ class Began(Event):
     """A step has begun.
 
     Attributes:
-        engine: that is asked, if one is.
-        facts: for its span.
+        engine: the engine that is asked, if any.
+        facts: attributes of its span.
         delivery: whether the engine can have seen the request.
     """
 
@@ -106,7 +106,7 @@ class Began(Event):
 
 @dataclass(frozen=True, slots=True)
 class Learned(Event):
-    """Something for the span of a step, such as the status of an answer."""
+    """An attribute for the span of a step, such as the status of an answer."""
 
     began: Began
     facts: Mapping[str, Fact]
@@ -114,7 +114,7 @@ class Learned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Over(Event):
-    """A step has ended; decode's with its answer.  ``error``: it was broken off by that."""
+    """A step has ended, decode's with its answer; ``error``: the error that interrupted it."""
 
     began: Began
     error: str | None = None
@@ -122,7 +122,7 @@ class Over(Event):
 
 @dataclass(frozen=True, slots=True)
 class Decided(Event):
-    """Which engines to try; ``is_choice``: False where there was nothing to decide."""
+    """The engines to try; ``is_choice``: False where there was nothing to decide."""
 
     decision: Decision
     is_choice: bool = True
@@ -130,14 +130,14 @@ class Decided(Event):
 
 @dataclass(frozen=True, slots=True)
 class WentDirect(Event):
-    """Decode gets no ticket, for this reason; None: it is to get one."""
+    """The reason why decode gets no ticket; None: it is to get one."""
 
     reason: Direct | None
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled(Event):
-    """What came of a prefix that prefill was to pull from another engine, so far."""
+    """The outcome so far of a prefix that prefill was to pull from another engine."""
 
     pull: PrefixPull
 
@@ -147,12 +147,12 @@ class Prefilled(Event):
     """Prefill has answered.
 
     Attributes:
-        engine: which.
-        waited_s: since it was asked.
-        has_ticket: with a ticket.
+        engine: the prefill engine.
+        waited_s: seconds since it was asked.
+        has_ticket: whether the answer has a ticket.
         cached_tokens: prompt tokens that it reports as cached, if it does.
-        prompt_tokens: as it counts them, if it does.
-        has_borrowed: it had another engine's ticket for a part of the prompt.
+        prompt_tokens: prompt tokens that it reports, if it does.
+        has_borrowed: whether it had another engine's ticket for a part of the prompt.
     """
 
     engine: str
@@ -164,7 +164,7 @@ class Prefilled(Event):
 
     @property
     def ticket_s(self) -> float | None:
-        """How long the ticket took."""
+        """Seconds until the ticket arrived; None without one."""
         return self.waited_s if self.has_ticket else None
 
 
@@ -172,7 +172,7 @@ class Prefilled(Event):
 class FirstByte(Event):
     """The answer of a decode engine has begun; ``is_good``: no other engine is asked instead.
 
-    ``waited_s``: since it was asked.
+    ``waited_s``: seconds since it was asked.
     """
 
     engine: str
@@ -182,7 +182,7 @@ class FirstByte(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """An engine has failed the request in a role; ``is_broken``: the request may have broken it."""
+    """An engine has failed the request in a role; ``is_broken``: the request may be the cause."""
 
     engine: str
     role: Role
@@ -191,12 +191,12 @@ class Failed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft(Event):
-    """Its client has closed the connection: no other engine is asked."""
+    """The client has closed the connection: no other engine is asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passed(Event):
-    """An engine's answer of this status goes to the client; ``is_served``: it is decode's."""
+    """An engine's answer with this status goes to the client; ``is_served``: it is decode's."""
 
     status: int
     is_served: bool = False
@@ -211,7 +211,7 @@ class FirstToken(Event):
 class RequestEnded(Event):
     """The client has its answer, or will not get one.
 
-    ``prompt_tokens``: as the answer counts them, if it does.
+    ``prompt_tokens``: as counted in the answer, if it does.
     """
 
     end: RequestEnd
@@ -223,10 +223,10 @@ E = TypeVar("E", bound=Event)
 
 
 class EventWatcher(Protocol):
-    """Is shown what happens to requests, as it happens."""
+    """An observer of events, called as they happen."""
 
     kinds: ClassVar[frozenset[type[Event]]]
-    """Of the events that it is shown."""
+    """The classes of events that it observes."""
 
     def saw(self, request: RoutedRequest, event: Event) -> None:
         """An event was appended."""
@@ -237,7 +237,7 @@ class Trace(EventWatcher, Protocol):
     """A watcher that makes spans of events."""
 
     def inject(self, headers: CIMultiDict[str]) -> None:
-        """Name the span of the step under way as the parent of what their receiver does."""
+        """Set the span of the current step as the parent of the receiver's spans."""
         ...
 
 
@@ -246,7 +246,7 @@ class Abandoned(Exception):
 
 
 def said(error: BaseException) -> str:
-    """An error, for a span that it ended."""
+    """The text of an error, for the span that it ended."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -255,17 +255,17 @@ class RoutedRequest:
     """A client's request, from its body to the end of its answer.
 
     Attributes:
-        request_id, headers: as engines get them.
-        body: what the client sent.
-        held: its bytes, as they are counted.
-        trace: makes its spans; None where nothing is traced.
-        serving: the engines that serve its model; None: all do.
+        request_id, headers: as sent to engines.
+        body: the client's body.
+        held: its bytes in the budget.
+        trace: makes its spans; None without tracing.
+        serving: the engines that serve its model; None for all.
         tokens: of its prompt, while prefill may pull some of them from another engine.
         ticket: from prefill, while it may still be used.
-        refusal: the last answer of an engine that refused it, for want of a better one.
-        events: what has happened to it, in order.  Only appended to, by ``note``.
-        watchers: are shown each event.
-        known: what so many events say, so that it is not read from them twice.
+        refusal: the last answer of an engine that refused it, kept until a better one.
+        events: what has happened, in order.  Append with ``note`` only.
+        watchers: are called with each event.
+        known: cached results, with the number of events that they were derived from.
     """
 
     request_id: str
@@ -286,22 +286,22 @@ class RoutedRequest:
             self.watchers = (self.trace, *self.watchers)
 
     def drop_body(self) -> None:
-        """Its answer has begun, or it failed: an answer may take minutes, and needs no body."""
+        """Release the body when the answer begins or fails; an answer may take minutes."""
         self.body = self.body.emptied()
         self.tokens = None
 
     def keep_refusal(self, answer: EngineAnswer | None) -> None:
-        """Keep an answer in place of the one that was kept before."""
+        """Keep an answer in place of the previous one."""
         if self.refusal is not None:
             self.refusal.close()
         self.refusal = answer
 
     def take_refusal(self) -> EngineAnswer | None:
-        """The answer that was kept; its caller closes it."""
+        """The kept answer; the caller closes it."""
         answer, self.refusal = self.refusal, None
         return answer
 
-    # What happens
+    # Events
 
     def note(self, event: Event) -> None:
         """Append an event."""
@@ -311,7 +311,7 @@ class RoutedRequest:
             if kind in watcher.kinds:
                 watcher.saw(self, event)
 
-    def begin(self, step: StepKind, engine: str | None = None, **facts: Fact) -> Began:
+    def begin_step(self, step: StepKind, engine: str | None = None, **facts: Fact) -> Began:
         """A step begins.
 
         Raises:
@@ -325,8 +325,8 @@ class RoutedRequest:
 
     @contextmanager
     def within(self, step: StepKind, engine: str | None = None, **facts: Fact) -> Iterator[Began]:
-        """Around a step, which is over with the block."""
-        began = self.begin(step, engine, **facts)
+        """A context for a step, which ends with the block."""
+        began = self.begin_step(step, engine, **facts)
         try:
             yield began
         except BaseException as error:
@@ -334,7 +334,7 @@ class RoutedRequest:
             raise
         self.note(Over(began))
 
-    # What its events say
+    # Derived from the events
 
     def last(self, kind: type[E]) -> E | None:
         """The last event of a kind."""
@@ -345,7 +345,7 @@ class RoutedRequest:
 
     @property
     def arrived_s(self) -> float:
-        """When it arrived, by ``time.perf_counter``."""
+        """The arrival time, by ``time.perf_counter``."""
         return _arrived_s(self.events)
 
     @property
@@ -356,8 +356,8 @@ class RoutedRequest:
                 return event
         return None
 
-    def waited_s(self) -> float:
-        """Seconds since that engine was asked."""
+    def since_asked_s(self) -> float:
+        """Seconds since the last engine was asked."""
         asked = self.asked
         return 0.0 if asked is None else time.perf_counter() - asked.at_s
 
@@ -368,28 +368,28 @@ class RoutedRequest:
 
     @property
     def decision(self) -> Decision | None:
-        """The last one."""
+        """The last decision."""
         decided = self.last(Decided)
         return None if decided is None else decided.decision
 
     @property
     def direct(self) -> Direct | None:
-        """Why decode gets no ticket; None while it is to get one."""
+        """The reason why decode gets no ticket; None while it is to get one."""
         direct = self.last(WentDirect)
         return None if direct is None else direct.reason
 
     @property
     def pull(self) -> PrefixPull | None:
-        """What prefill pulled from another engine, or tried to."""
+        """The pull of a prefix by prefill, successful or not."""
         pulled = self.last(Pulled)
         return None if pulled is None else pulled.pull
 
     def has_failed_at(self, engine: str, role: Role) -> bool:
-        """Whether an engine has failed it in this role: another one is asked."""
+        """Whether an engine has failed it in this role, so that another one is asked."""
         return any(one.engine == engine and one.role is role for one in self._failures())
 
     def num_broken(self, role: Role) -> int:
-        """Engines of a role that it may have broken."""
+        """Number of engines of a role that the request may have broken."""
         broken = {one.engine: one.is_broken for one in self._failures() if one.role is role}
         return sum(broken.values())
 
@@ -397,16 +397,16 @@ class RoutedRequest:
         return (event for event in self.events if type(event) is Failed)
 
     def outcome(self) -> Outcome:
-        """How the request ended, as far as it has."""
+        """The outcome of the request so far."""
         known, outcome = self.known
-        if known < len(self.events):  # else nothing has happened since
+        if known < len(self.events):  # otherwise nothing has happened since
             outcome = outcome_of(self.events)
             self.known = len(self.events), outcome
         return outcome
 
     @property
     def counted_tokens(self) -> int | Guess | None:
-        """Tokens of its prompt as an engine counted them, else as the router did."""
+        """Prompt tokens as counted by an engine, else as counted or estimated by the router."""
         counted, decision = self.outcome().prompt_tokens, self.decision
         if counted is not None or decision is None:
             return counted
@@ -418,7 +418,7 @@ class Step:
     """One step, in seconds from the request's arrival.
 
     Attributes:
-        end_s: None while it is under way.
+        end_s: None while it is running.
         failed: the engine that was asked has not answered.
     """
 
@@ -430,19 +430,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a routed request ended.
+    """The outcome of a routed request.
 
     Attributes:
-        status: HTTP status of the answer, the router's own too; None where there is none.
+        status: HTTP status of the answer, the router's own included; None without an answer.
         prefill, decode: the engines that answered.
         cached_tokens: prompt tokens that prefill reported as cached.
-        ticket_s: from asking prefill until its ticket arrived; None where decode had none.
+        ticket_s: from asking prefill until its ticket arrived; None if decode had none.
         first_byte_s: from asking decode until the first byte of its answer.
-        end: how it ended; None while it is under way.
+        end: how it ended; None while it is running.
         total_s: from the request's arrival until its end.
-        pull: what prefill pulled from another engine, or tried to.
-        prompt_tokens: as an engine counted them.
-        events: that say so.
+        pull: the pull of a prefix by prefill, successful or not.
+        prompt_tokens: as counted by an engine.
+        events: the events from which this is derived.
     """
 
     status: int | None = None
@@ -459,12 +459,12 @@ class Outcome:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What it waited for, one after another."""
+        """The steps, in order."""
         return steps_of(self.events) if self.events else ()
 
 
 def outcome_of(events: Sequence[Event]) -> Outcome:
-    """How a request ended, as far as it has: what the last event of each kind says."""
+    """The outcome so far: the last event of each kind counts."""
     last: dict[type[Event], Any] = {type(event): event for event in events}
     prefilled: Prefilled | None = last.get(Prefilled)
     direct: WentDirect | None = last.get(WentDirect)
@@ -477,7 +477,7 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
     if prefilled is not None and counted is None:
         counted = prefilled.prompt_tokens
     return Outcome(
-        # An answer that came after the end went to no client.
+        # An answer after the end reached no client.
         status=ended.status if ended is not None else None if passed is None else passed.status,
         prefill=None if prefilled is None else prefilled.engine,
         decode=None if first_byte is None else first_byte.engine,
@@ -493,12 +493,13 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
 
 
 def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
-    """The steps so far, in their order; the last one has no end while it is under way.
+    """The steps so far, in order; the last one has no end while it is running.
 
-    An engine that failed has a step of its own, and the next one asked begins where it ends.
+    An engine that failed has its own step, and the step of the next one begins where it ends.
     """
     asked: list[Began] = []
-    answered_s, borrowed_s = dict[int, float](), dict[int, float]()  # by the number of those asked
+    # By the number of asked engines.
+    answered_s, borrowed_s = dict[int, float](), dict[int, float]()
     ended_s: float | None = None
     for event in events:
         match event:
@@ -541,13 +542,13 @@ def _arrived_s(events: Sequence[Event]) -> float:
 
 
 PENDING: Outcome = Outcome()
-"""Of a request that has not ended."""
+"""The outcome of a request that has not ended."""
 
 Logged = tuple[Decision, Outcome]
 
 
 class DecisionLog:
-    """The last decisions by request id, bounded by number and by the hashes that they keep."""
+    """The last decisions by request id, bounded by number and by the block hashes they keep."""
 
     def __init__(self, most: int = MOST_DECISIONS, most_hashes: int = MOST_HASHES) -> None:
         self._most = most
@@ -556,7 +557,7 @@ class DecisionLog:
         self._num_hashes = 0
 
     def add_decision(self, decision: Decision) -> None:
-        """Keep a decision; the oldest go where there are too many."""
+        """Add a decision; drops the oldest beyond the limits."""
         self._drop(decision.request_id)
         self._entries[decision.request_id] = decision, PENDING
         self._num_hashes += decision.num_hashes
@@ -564,7 +565,7 @@ class DecisionLog:
             self._drop(next(iter(self._entries)))
 
     def end_decision(self, decision: Decision, outcome: Outcome) -> None:
-        """Keep the outcome beside its decision, if that is still kept; replaces an earlier one."""
+        """Set the outcome of a decision, if it is still kept; replaces an earlier one."""
         entry = self._entries.get(decision.request_id)
         if entry is not None and entry[0] is decision:
             self._entries[decision.request_id] = decision, outcome

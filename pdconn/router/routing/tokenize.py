@@ -1,18 +1,18 @@
 """The tokens of a request's prompt, from which its block hashes are computed.
 
-A prompt of token ids holds them.  Text is tokenized by an engine (``/tokenize``), since only it
-knows its model's tokenizer, and what becomes a prompt by a chat template is rendered there
-(``/render`` beneath its route).  ``/tokenize`` takes chats too, but not all that shapes their
-prompts (``documents``, ``reasoning_effort``, ``tool_choice``, ``response_format``): it would answer
-with the tokens of another prompt.  These are routed without a prefix lookup: images and the like
-(only the engine knows where their tokens go), several prompts in one body, and what an engine
+A prompt of token ids contains them.  Text is tokenized by an engine (``/tokenize``), since only the
+engine has its model's tokenizer, and prompts that a chat template makes are rendered there
+(``/render`` below the route).  ``/tokenize`` accepts chats too, but not all fields that shape their
+prompts (``documents``, ``reasoning_effort``, ``tool_choice``, ``response_format``): it would return
+the tokens of another prompt.  Routed without a prefix lookup: images and other media (only the
+engine knows the position of their tokens), several prompts in one body, and prompts that an engine
 refuses to tokenize.
 
-Two more inputs of block hashes: the request's ``cache_salt``, and the adapter that its
-``model`` names, by the path under which ``GET /v1/models`` lists it.
+Block hashes have two further inputs: the request's ``cache_salt``, and the adapter that its
+``model`` names, by the path in ``GET /v1/models``.
 
-A prompt that is longer than the model's length is refused before it is parsed or hashed, as the
-engine would refuse it afterwards.
+A prompt longer than the model's length is refused before it is parsed or hashed, as the engine
+would refuse it later.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from pdconn.router.routing.models import CannotTokenise, KeyRefused, ModelCatalo
 from pdconn.router.routing.routed_request import RoutedRequest
 
 MOST_TOKENS = 1 << 20
-"""Bound of a prompt that is looked up: hashing blocks the event loop."""
+"""Maximum tokens of a prompt that is looked up: hashing blocks the event loop."""
 MAX_NBYTES = 8 * MOST_TOKENS
-"""Bound of an encoded list of token ids."""
+"""Maximum bytes of an encoded list of token ids."""
 TIMEOUT_S = 2.0
-"""After this long a request is routed without its tokens."""
+"""Seconds after which a request is routed without its tokens."""
 MAX_SALT = 1024
-"""Bound of a ``cache_salt`` that is hashed, in characters: remembered chains keep it."""
+"""Maximum characters of a ``cache_salt`` that is hashed: kept chains contain it."""
 CHARS_A_TOKEN = 512
-"""No vocabulary has a token of more characters; the longest are some hundred spaces."""
+"""Maximum characters of a token in any vocabulary; the longest are some hundred spaces."""
 CHAT_NBYTES_A_TOKEN = 32
-"""A chat with more bytes for each token of the model's length is not parsed for its text."""
+"""Bytes per token of the model's length, above which a chat is not parsed for its text."""
 
 _SHAPES_TEXT = ("model", "prompt", "add_special_tokens")
-"""Fields of a completion that ``/tokenize`` takes too: all that shape its prompt."""
+"""Fields of a completion that ``/tokenize`` accepts too: all that shape its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class _Message(msgspec.Struct):
 
 
 class Tokeniser:
-    """Tokenizes prompts, with the help of an engine.
+    """Tokenizes prompts, using an engine where necessary.
 
     Args:
-        engines: those to ask.
-        client: how to ask them.
-        timeout_s, most_tokens, max_nbytes: bounds; see the constants.
-        authorization, shows_models: as ``ModelCatalog`` has them.
+        engines: the engines to ask.
+        client: the HTTP client.
+        timeout_s, most_tokens, max_nbytes: bounds; the module's constants by default.
+        authorization, shows_models: as for ``ModelCatalog``.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Tokeniser:
         """The tokens of a request's prompt.
 
         Raises:
-            CannotTokenise: they cannot be known here, or not in time.
+            CannotTokenise: the tokens cannot be determined, or not in time.
             BadBody: the prompt is longer than the model's length.
         """
         body = request.body
@@ -138,12 +138,12 @@ class Tokeniser:
         headers = asking(request.headers)
         try:
             async with asyncio.timeout(self._timeout_s):
-                models = await self.models.view(headers)
+                models = await self.models.view_for(headers)
                 bound = _LengthBound(body, models.max_tokens(text(body.fields.get("model"))))
                 tokens = self._token_ids(body, bound)
                 if not tokens:
                     tokens = await self._tokens_of(request, headers, bound)
-                bound.check("tokens", len(tokens), 1)
+                bound.check_length("tokens", len(tokens), 1)
                 self._check_most(len(tokens))
                 return Tokenised(tokens, _extras(body, models))
         except TimeoutError as error:
@@ -157,7 +157,7 @@ class Tokeniser:
             raise CannotTokenise(f"more than {self._most_tokens} tokens: {num_tokens}")
 
     def _token_ids(self, body: ParsedBody, bound: _LengthBound) -> list[int] | None:
-        """The token ids in the body, if it holds any; an empty list is no prompt."""
+        """The token ids in the body, if any; an empty list is no prompt."""
         if body.route is not Route.COMPLETIONS:
             return None
         prompt = body.fields["prompt"]
@@ -166,7 +166,7 @@ class Tokeniser:
             return None
         if _BEGINS_WITH_AN_ID.match(memoryview(prompt)):
             num_ids = 1 + np.count_nonzero(np.frombuffer(prompt, np.uint8) == ord(","))
-            bound.check("tokens", int(num_ids), 1)
+            bound.check_length("tokens", int(num_ids), 1)
             self._check_most(int(num_ids))
         if len(memoryview(prompt)) > self._max_nbytes:
             raise CannotTokenise(f"the prompt is a list of more than {self._max_nbytes} bytes")
@@ -198,13 +198,13 @@ class Tokeniser:
             raise CannotTokenise(f"/tokenize answered without tokens: {error}") from error
 
     async def _rendered(self, request: RoutedRequest, headers: CIMultiDict[str]) -> list[int]:
-        """The tokens of a prompt that ``/tokenize`` does not take."""
+        """The tokens of a prompt that ``/tokenize`` does not accept."""
         body = request.body
         prompt = memoryview(body.fields[body.route.prompt])
         if body.route is Route.CHAT:
             _refuse_media(body.fields[body.route.prompt])
         elif _MAY_HOLD_AN_IMAGE.search(prompt):
-            raise CannotTokenise("it may contain an image")  # which the engine would load
+            raise CannotTokenise("it may contain an image")  # the engine would load it
         fields = {**body.fields, "mm_payload": "none"}
         path = f"{body.route.path}/render"
         raw = await self._ask_any(request, path, headers, msgspec.json.encode(fields))
@@ -230,12 +230,12 @@ class Tokeniser:
         self, engine: str, path: str, headers: CIMultiDict[str], body: bytes | None = None
     ) -> bytes:
         if body is None:
-            answer = await self._client.get(engine, path, headers)
+            answer = await self._client.get_page(engine, path, headers)
         else:
-            answer = await self._client.post(engine, path, body, headers)
+            answer = await self._client.post_body(engine, path, body, headers)
         async with answer:
             raw = bytearray()
-            while piece := await answer.next():
+            while piece := await answer.next_chunk():
                 raw += piece
                 if len(raw) > self._max_nbytes:
                     raise CannotTokenise(
@@ -262,17 +262,17 @@ _BEGINS_WITH_AN_ID = re.compile(rb"\[\s*+(\[\s*+)?-?[0-9]")
 
 @dataclass(frozen=True, slots=True)
 class _LengthBound:
-    """What a prompt may be long, as its model's engines say; anything if they do not."""
+    """The length limit of a prompt, as its model's engines report it; unlimited if they do not."""
 
     body: ParsedBody
     max_tokens: int | None
 
-    def check(self, unit: str, seen: int, per_token: int) -> None:
-        """Refuse a prompt of so many tokens or characters, of which a token has ``per_token``.
+    def check_length(self, unit: str, seen: int, per_token: int) -> None:
+        """Refuse a prompt of ``seen`` units, of which a token has at most ``per_token``.
 
         Raises:
-            BadBody: it is too long.
-            CannotTokenise: it is too long as it is, and the engine will truncate it.
+            BadBody: the prompt is too long.
+            CannotTokenise: the prompt is too long, and the engine will truncate it.
         """
         if self.max_tokens is None or seen <= self.max_tokens * per_token:
             return
@@ -286,20 +286,20 @@ class _LengthBound:
         )
 
     def check_text(self, prompt: Raw) -> None:
-        """Refuse a text that no tokenizer could make short enough."""
+        """Refuse a text that is too long in any tokenizer."""
         nbytes = len(memoryview(prompt))
         if self.max_tokens is not None and nbytes > self.max_tokens * CHARS_A_TOKEN:
-            self.check("characters", len(text(prompt) or ""), CHARS_A_TOKEN)
+            self.check_length("characters", len(text(prompt) or ""), CHARS_A_TOKEN)
 
     def chat_nbytes(self, otherwise: int) -> int:
-        """Bytes of the longest list of messages that is parsed."""
+        """Maximum bytes of the list of messages that is parsed."""
         if self.max_tokens is None:
             return otherwise
         return min(otherwise, self.max_tokens * CHAT_NBYTES_A_TOKEN)
 
 
 def _refuse_media(messages: Raw) -> None:
-    """Only the engine knows where an image's tokens go, and by which name it is hashed."""
+    """Refuse media: only the engine knows the position and the hash of an image's tokens."""
     try:
         parsed = msgspec.json.decode(messages, type=list[_Message])
     except UNREADABLE as error:

@@ -1,9 +1,9 @@
-"""Traces by OpenTelemetry: W3C trace context in, OTLP out.
+"""Tracing with OpenTelemetry: W3C trace context in, OTLP out.
 
-Spans are exported by a thread of OpenTelemetry's, in batches; what a receiver does not take is
-dropped.  Its usual environment variables hold: ``OTEL_TRACES_SAMPLER``, ``OTEL_SERVICE_NAME``,
+Spans are exported by a thread of OpenTelemetry, in batches; spans that a receiver does not accept
+are dropped.  The usual environment variables apply: ``OTEL_TRACES_SAMPLER``, ``OTEL_SERVICE_NAME``,
 ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_BSP_*``, and ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``, which vLLM
-reads too, and which is ``http/protobuf`` here unless it says ``grpc``.
+reads too, and whose default here is ``http/protobuf``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdconn.router.tracing.spans import Span, Tracing, Value
 
 SERVICE = "pdconn-router"
 CLOSE_S = 2.0
-"""For the last spans, when the router ends."""
+"""Seconds to export the last spans when the router ends."""
 _GRPC = "grpc"
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 _W3C = TraceContextTextMapPropagator()
@@ -32,7 +32,7 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 class OtelSpan(Span):
-    """A span of OpenTelemetry's."""
+    """An OpenTelemetry span."""
 
     __slots__ = ("_context", "_span", "_tracer")
 
@@ -55,7 +55,7 @@ class OtelSpan(Span):
         known = {name: value for name, value in attributes.items() if value is not None}
         self._span.set_attributes(_named(known))
 
-    def fail(self, why: str) -> None:
+    def mark_failed(self, why: str) -> None:
         self._span.set_status(StatusCode.ERROR, why)
 
     def end(self) -> None:
@@ -67,30 +67,30 @@ class OtelTracing(Tracing):
     """Exports spans to an OTLP receiver.
 
     Args:
-        endpoint: its URL, with the path: ``http://collector:4318/v1/traces``.
-        service: what the spans are of, unless ``OTEL_SERVICE_NAME`` says.
+        endpoint: the receiver's URL with its path: ``http://collector:4318/v1/traces``.
+        service: the service name, unless ``OTEL_SERVICE_NAME`` is set.
 
     Raises:
-        ImportError: the exporter of the protocol is not installed.
+        ImportError: the exporter for the protocol is not installed.
     """
 
     def __init__(self, endpoint: str, service: str = SERVICE) -> None:
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": service}
         self._provider = TracerProvider(
             resource=Resource.create(named),
-            shutdown_on_exit=False,  # else the process waits a second time
+            shutdown_on_exit=False,  # otherwise the process waits a second time
         )
         self._provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
         self._tracer = self._provider.get_tracer("pdconn.router")
 
-    def begin(self, name: str, headers: Mapping[str, str], **attributes: Value) -> OtelSpan:
+    def begin_span(self, name: str, headers: Mapping[str, str], **attributes: Value) -> OtelSpan:
         parent = _W3C.extract(headers)
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, _named(attributes))
         return OtelSpan(self._tracer, span)
 
     def close(self) -> None:
-        # A receiver that does not answer is tried for ten seconds and more; the last spans are not
-        # worth that to a router that ends.
+        # The exporter retries an unreachable receiver for more than ten seconds; the last spans are
+        # not worth that delay at the end.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -109,7 +109,7 @@ def _exporter(endpoint: str) -> SpanExporter:
 
 
 def _named(attributes: dict[str, Value]) -> dict[str, Value]:
-    """Attributes as they are exported: ours have a prefix, those of HTTP their usual names."""
+    """Attribute names for export: ours with a prefix, HTTP's in the standard form."""
     return {_USUAL.get(name, f"pdconn.{name}"): value for name, value in attributes.items()}
 
 

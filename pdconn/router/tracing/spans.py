@@ -1,4 +1,4 @@
-"""Spans of a request's trace, and what stands for them where nothing is traced.
+"""Spans of a request's trace, and a no-op span for disabled tracing.
 
 ::
 
@@ -8,7 +8,7 @@
     │   └── prefix                  until the holder's ticket, where prefill pulls (--pull-above)
     └── decode                      until the end of the answer; one per engine that is tried
 
-``inject`` puts a span into a request's headers, so that the engine's own spans are its children.
+``inject`` puts a span into a request's headers, so that the engine's own spans become its children.
 Tracing is off unless ``--otlp-traces-endpoint`` is given: then ``tracing.otel`` makes the spans.
 """
 
@@ -35,23 +35,23 @@ Value = str | int | float | bool
 
 
 class Span:
-    """A span that is not recorded.  As a context manager it ends, and notes an error."""
+    """A span that is not recorded.  A context manager ends it, and notes an error."""
 
     __slots__ = ()
 
     def child(self, name: str, **attributes: Value) -> Span:
-        """A span within this one, which has begun."""
+        """Begin a child span."""
         del name, attributes
         return self
 
     def inject(self, headers: CIMultiDict[str]) -> None:
-        """Name this span as the parent of what their receiver does."""
+        """Set this span as the parent of the receiver's spans."""
 
     def note(self, **attributes: Value | None) -> None:
-        """Add what is known by now; None is left out."""
+        """Add attributes; None is left out."""
 
-    def fail(self, why: str) -> None:
-        """Mark it as failed."""
+    def mark_failed(self, why: str) -> None:
+        """Mark the span as failed."""
 
     def end(self) -> None:
         """Close the span.  Idempotent."""
@@ -61,7 +61,7 @@ class Span:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.fail(said(error))
+            self.mark_failed(said(error))
         self.end()
 
 
@@ -69,27 +69,28 @@ NOT_TRACED = Span()
 
 
 class RequestSpans:
-    """Makes the spans of a routed request of its events."""
+    """Makes the spans of a routed request from its events."""
 
     kinds: ClassVar[frozenset[type[Event]]] = frozenset((Began, Learned, Over, Decided, FirstByte))
 
     def __init__(self, root: Span) -> None:
         self._root = root
-        self._open: dict[Began, Span] = {}  # by what began it; the innermost is the last
+        # By the event that began them; the innermost is the last.
+        self._open: dict[Began, Span] = {}
 
     @property
     def _innermost(self) -> Span:
         return next(reversed(self._open.values()), self._root)
 
     def inject(self, headers: CIMultiDict[str]) -> None:
-        """Name the span of the step under way as the parent of what their receiver does."""
+        """Set the span of the current step as the parent of the receiver's spans."""
         self._innermost.inject(headers)
 
     def saw(self, request: RoutedRequest, event: Event) -> None:
-        """Begin, note or end a span."""
+        """Begin, annotate or end a span."""
         match event:
             case Began(step=step, engine=engine, facts=facts):
-                # What is borrowed is a part of prefill; an answer that was refused is still open.
+                # A borrowed prefix is a part of prefill; a refused answer is still open.
                 above = self._innermost if step is StepKind.BORROW else self._root
                 asks = {} if engine is None else {"engine": engine}
                 name = "prefix" if step is StepKind.BORROW else step.value
@@ -105,22 +106,22 @@ class RequestSpans:
                 )
             case FirstByte(waited_s=waited_s):
                 asked = request.asked
-                assert asked is not None  # it answers
+                assert asked is not None  # the engine that answers
                 self._open[asked].note(first_byte_seconds=waited_s)
             case Over(began=began, error=error):
                 span = self._open.pop(began)
                 if error is not None:
-                    span.fail(error)
+                    span.mark_failed(error)
                 span.end()
 
 
 class Tracing(Protocol):
-    """Where the traces of requests begin."""
+    """The start of request traces."""
 
-    def begin(self, name: str, headers: Mapping[str, str], **attributes: Value) -> Span:
-        """A request's span: below the one that a client's ``traceparent`` names, if it has one."""
+    def begin_span(self, name: str, headers: Mapping[str, str], **attributes: Value) -> Span:
+        """Begin a request's span: below the client's ``traceparent``, if it has one."""
         ...
 
     def close(self) -> None:
-        """Export what was not exported yet; may take seconds, and runs on a thread."""
+        """Export the remaining spans; may take seconds, and runs on a thread."""
         ...

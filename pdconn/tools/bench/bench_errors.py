@@ -1,4 +1,4 @@
-"""Errors of benchmarks: invalid options, and failures of the other side."""
+"""Errors of benchmarks: invalid options, and failures of the remote side."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BadOption(FieldError, BenchError, ValueError):
 
 
 class LenderFailed(BenchError):
-    """The side that lends refused, or is gone."""
+    """The lending side refused, or disconnected."""
 
 
 class WrongBytes(BenchError):
-    """A pull that reported success brought other bytes than the lender's."""
+    """A pull that reported success delivered bytes that differ from the lender's."""

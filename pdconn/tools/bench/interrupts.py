@@ -1,11 +1,10 @@
 """Ctrl-C ends a benchmark between two steps, never within one.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be.  Within NIXL's bindings
-that has been seen to end the process (a handle is released twice), and in a finalizer Python
-prints the exception and goes on: the benchmark would never end.  So SIGINT is only noted, and
-raised where nothing is half done.  A second one, which users press when closing takes too long,
-ends the process at once and closes nothing: raised amid closing, it would free memory that a
-thread still reads into::
+Python raises KeyboardInterrupt at any instruction of the main thread.  Within NIXL's bindings that
+can end the process (a handle is released twice), and in a finalizer Python prints the exception and
+continues: the benchmark would never end.  So SIGINT is only noted, and raised at safe points.  A
+second one, which users send when closing takes too long, ends the process at once without closing:
+raised during closing, it would free memory that a thread still reads into::
 
     with held_interrupts(end_now):
         transport.read(...)           # Ctrl-C is noted
@@ -13,7 +12,7 @@ thread still reads into::
             results.get(timeout=60)   # raised here, at once
         raise_noted()                 # or here
 
-Python handles signals on the main thread; on other threads none of this does anything.
+Python handles signals on the main thread; on other threads this module has no effect.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from types import FrameType
 
 
 class _NotedInterrupts:
-    """What has arrived while interrupts are held."""
+    """The state of interrupts that are held back."""
 
     def __init__(self, end_now: Callable[[], object]) -> None:
         self.has_arrived = False
@@ -35,7 +34,7 @@ class _NotedInterrupts:
         self._is_noted = False
 
     def note_interrupt(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler."""
+        """The signal handler."""
         if self.has_arrived:
             self._end_now()
         self.has_arrived = self._is_noted = True
@@ -58,7 +57,7 @@ class _NotedInterrupts:
 
 
 class _Here(threading.local):
-    """What this thread holds, if it is the main one."""
+    """The interrupt state of this thread; used on the main thread only."""
 
     held: _NotedInterrupts | None = None
 
@@ -70,14 +69,14 @@ _here = _Here()
 def held_interrupts(end_now: Callable[[], object]) -> Iterator[None]:
     """Hold Ctrl-C back, except in :func:`interruptible` and :func:`raise_noted`.
 
-    Does nothing on another than the main thread, or where SIGINT is handled already (ignored, say).
+    No-op on other threads, or where SIGINT has another handler (or is ignored).
 
     Args:
-        end_now: called for the second one, wherever it arrives; is to end the process.
+        end_now: called at the second one, at any instruction; must end the process.
 
     Raises:
-        KeyboardInterrupt: one has arrived, however the block has ended: with nothing, or with an
-            error, of what was cut off most likely.
+        KeyboardInterrupt: one was noted, whether the block returned or raised: its error is
+            probably a consequence.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -98,7 +97,7 @@ def held_interrupts(end_now: Callable[[], object]) -> Iterator[None]:
 
 
 def interruptible() -> contextlib.AbstractContextManager[None]:
-    """Where Ctrl-C may be raised: around a wait that leaves nothing half done."""
+    """A context in which Ctrl-C may be raised: a wait that leaves no partial state."""
     held = _here.held
     return contextlib.nullcontext() if held is None else held.interruptible_wait()
 

@@ -1,4 +1,4 @@
-"""The machine, versions and command of a measurement: without them a number means little."""
+"""The machine, versions and command of a measurement, without which its numbers mean little."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that a pull uses, as far as it is installed."""
+    """Versions of the software that a pull uses, as far as installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The smallest of ``values`` that at least ``part`` of them do not exceed.
+    """The smallest of ``values`` that is at least as large as ``part`` of them.
 
     >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([3.0, 1.0, 2.0], 0.99)
     (2.0, 3.0)

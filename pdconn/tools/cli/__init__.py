@@ -1,2 +1,2 @@
 EXIT_INTERRUPTED = 130
-"""After Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench_transfer.configure(transfer)
-    transfer.set_defaults(bench=bench_transfer.run, prog=transfer.prog)
+    transfer.set_defaults(bench=bench_transfer.run_command, prog=transfer.prog)
     serve = kinds.add_parser(
         "serve",
         help="measure prefill and decode, the in-tree connector and a single engine, in turns",
@@ -39,10 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench_serve.configure(serve)
-    serve.set_defaults(bench=bench_serve.run, prog=serve.prog)
+    serve.set_defaults(bench=bench_serve.run_command, prog=serve.prog)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that was asked for."""
+def run_command(args: argparse.Namespace) -> int:
+    """Run the selected benchmark."""
     code: int = args.bench(args)
     return code

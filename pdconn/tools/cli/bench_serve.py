@@ -1,4 +1,4 @@
-"""``pdconn bench serve``: its options, and the contestants that they name."""
+"""``pdconn bench serve``: its options, and the contestants that they select."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="NAME",
-        help="of targets: what they call it (the first of /v1/models); "
+        help="of targets: its name there (the first of /v1/models); "
         f"else one of {', '.join(SPECS)} ({_MODEL})",
     )
     add("--prompt", type=tokens, default=1000, metavar="TOKENS", help="k: times 1024 (%(default)s)")
-    add("--output", type=tokens, default=32, metavar="TOKENS", help="of each answer (%(default)s)")
+    add("--output", type=tokens, default=32, metavar="TOKENS", help="per answer (%(default)s)")
     add("--requests", type=int, default=8, metavar="N", help="requests of each turn (%(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each contestant (%(default)s)")
     pace = parser.add_mutually_exclusive_group()
@@ -133,8 +133,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure all contestants and report; returns 0, 1 or 2 as ``--help`` says."""
+def run_command(args: argparse.Namespace) -> int:
+    """Measure all contestants and report; returns 0, 1 or 2 as in ``--help``."""
     began = time.monotonic()
 
     def log_step(line: str) -> None:

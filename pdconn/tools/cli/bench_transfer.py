@@ -1,4 +1,4 @@
-"""``pdconn bench transfer``: its options, and the cases that they make."""
+"""``pdconn bench transfer``: its options, and the cases that they select."""
 
 from __future__ import annotations
 
@@ -80,21 +80,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--layout", default="", metavar="L,...", help="memory orders, e.g. BLHNC,LBHNC")
     add("--block", default="", metavar="N,...", help="tokens per block")
     add("--prompt", default="2048", metavar="N,...", help="tokens, k: times 1024 (%(default)s)")
-    add("--ids", default="random", metavar="ORDER,...", help=f"of block ids: {', '.join(IDS)}")
+    add("--ids", default="random", metavar="ORDER,...", help=f"order of ids: {', '.join(IDS)}")
     add("--concurrency", default="1", metavar="N,...", help="pulls at once (%(default)s)")
     add("--path", default="shm-huge", metavar="PATH,...", help=f"{paths} (%(default)s)")
     add("--mooncake", action="store_true", help="measure Mooncake's transfer engine, too")
     add("--rounds", type=int, default=9, help="measurements of each method (%(default)s)")
-    add("--seed", type=int, default=0, help="of block ids and of the order of measurements")
+    add("--seed", type=int, default=0, help="seed of block ids and of the order of measurements")
     configure_json(parser)
     add("--plot", type=Path, metavar="FILE", help="draw throughput against block size")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--remote", metavar="HOST:PORT", help="read from a lender on another host")
     other.add_argument("--serve", metavar="HOST:PORT", help="run that lender until interrupted")
-    add("--max-gib", type=float, default=MAX_BYTES / (1 << 30), help="that --serve may lend")
+    add("--max-gib", type=float, default=MAX_BYTES / (1 << 30), help="GiB that --serve may lend")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Run the lender, or measure every case and report."""
     try:
         if args.serve:
@@ -126,7 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _end_now() -> NoReturn:
-    """Ctrl-C was pressed again: whatever is being closed, do not wait for it."""
+    """End the process at the second Ctrl-C, without waiting for anything to close."""
     os.write(sys.stderr.fileno(), b"pdconn bench transfer: interrupted twice, nothing is closed\n")
     os._exit(EXIT_INTERRUPTED)
 
@@ -172,7 +172,7 @@ def _cases(args: argparse.Namespace) -> list[tuple[str, Workload]]:
             for option, text in (("--prefill", args.prefill), ("--decode", args.decode))
         )
         workload = Workload(prefill, decode, prompt, ids, requests, args.rank, args.seed)  # type: ignore[arg-type]
-        workload.sources()  # raises for two engines that cannot exchange KV
+        workload.sources()  # raises for engines that cannot exchange KV
         made.append((path, workload))
     return made
 

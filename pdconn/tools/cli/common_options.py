@@ -1,4 +1,4 @@
-"""Values of options that several commands take, checked before anything starts."""
+"""Options that several commands share, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TIMES = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 class BadArgument(FieldError, ValueError):
-    """An option's value makes no sense."""
+    """The value of an option is invalid."""
 
 
 def tokens(text: str) -> int:
     """A number of tokens: ``8192``, or ``128k`` as models' context lengths are named.
 
     Raises:
-        argparse.ArgumentTypeError: it is no whole number.
+        argparse.ArgumentTypeError: not a whole number.
 
     >>> tokens("8192"), tokens("128k"), tokens("1M")
     (8192, 131072, 1048576)
@@ -39,12 +39,12 @@ def tokens(text: str) -> int:
 
 
 def configure_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``, which means the same in every command; check a file with :func:`check_file`."""
+    """Add ``--json``, which is the same in every command; check a file with :func:`check_file`."""
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=_JSON_HELP)
 
 
 def publish(report: Report, target: str | None, width: int | None = None) -> None:
-    """Print ``report`` as text or JSON, as ``--json`` says.
+    """Print ``report`` as text or JSON, according to ``--json``.
 
     Raises:
         OSError: the file cannot be written.
@@ -54,7 +54,7 @@ def publish(report: Report, target: str | None, width: int | None = None) -> Non
 
 
 def publish_json(target: str | None, document: object) -> bool:
-    """Print ``document`` as JSON, or write it, as ``--json`` says.
+    """Print ``document`` as JSON, or write it, according to ``--json``.
 
     Returns:
         whether the text is still to be printed.
@@ -87,10 +87,10 @@ def configure_guards(guards: argparse._ArgumentGroup) -> None:
 
 
 def check_file(option: str, path: str | Path | None) -> None:
-    """Check that ``path`` can be written at the end; None and ``-`` need no file.
+    """Check that ``path`` can be written at the end; None and ``-`` are no files.
 
     Raises:
-        BadArgument: its folder is missing or not writable, or it is a folder itself.
+        BadArgument: its folder is missing or not writable, or the path is a folder.
     """
     if path is None or str(path) == "-":
         return
@@ -104,7 +104,7 @@ def check_file(option: str, path: str | Path | None) -> None:
 
 
 def check_picture(option: str, path: Path | None) -> None:
-    """Check that matplotlib can write a picture at ``path``; None needs none.
+    """Check that matplotlib can write a picture at ``path``; None is accepted.
 
     Raises:
         BadArgument: as ``check_file``, or matplotlib is missing or does not know the suffix.

@@ -1,7 +1,7 @@
-"""``pdconn completion``: what a shell needs to complete commands, options and their values.
+"""``pdconn completion``: shell completion of commands, options and their values.
 
-The script is made from the parsers themselves, so nothing has to be kept up to date by hand, and
-completing starts no Python.
+The script is generated from the parsers, so it cannot be out of date, and completing starts no
+Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True, slots=True)
 class CompletedOption:
-    """An option: its names, the values it may have, and whether it needs one."""
+    """An option: its names, its possible values, and whether it takes one."""
 
     names: tuple[str, ...]
     help: str
@@ -39,7 +39,7 @@ class CompletedOption:
 
 @dataclass(frozen=True, slots=True)
 class CompletedCommand:
-    """A command by its words, with the commands below it and its options."""
+    """A command by its words, with its subcommands and options."""
 
     words: tuple[str, ...]
     below: dict[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="the shell that will read it")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Print the script."""
     found = list(all_commands())
     print(fish_script(found) if args.shell == "fish" else bash_script(found, args.shell))
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_commands() -> Iterator[CompletedCommand]:
-    """Every command of ``pdconn``, the outermost first."""
+    """Every command of ``pdconn``, outermost first."""
     from pdconn.tools.cli.main import COMMANDS, build_parser
 
     top = build_parser()
@@ -101,7 +101,7 @@ def _commands(
 
 
 def bash_script(commands: list[CompletedCommand], shell: str = "bash") -> str:
-    """A function for ``complete``; zsh has it by bashcompinit."""
+    """A function for ``complete``; zsh runs it with bashcompinit."""
     paths = "|".join(f'"{" ".join(one.words)}"' for one in commands if len(one.words) > 1)
     values, words = [], []
     for one in commands:
@@ -140,7 +140,7 @@ complete -o default -F _pdconn pdconn"""
 
 
 def fish_script(commands: list[CompletedCommand]) -> str:
-    """A line for each command and option."""
+    """One line per command and option."""
     lines = []
     for one in commands:
         inner = one.words[1:]

@@ -1,4 +1,4 @@
-"""``pdconn demo``: prefill, decode and the proxy here, checked against one engine alone."""
+"""``pdconn demo``: runs prefill, decode and the proxy here, and checks them against one engine."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine_args", nargs="*", help="after --: further arguments of all engines")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Run the demo; 0 if all answers agree."""
     try:
         _check(args)
@@ -140,13 +140,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def wait_for_ctrl_c() -> None:
-    """Return when the user has seen enough."""
+    """Wait for Ctrl-C or SIGTERM."""
     with contextlib.suppress(KeyboardInterrupt):
         threading.Event().wait()
 
 
 def _addresses(served: DemoAddresses, *, keeps: bool) -> str:
-    """The last line: where the live page is, or was."""
+    """The last line: the address of the live page."""
     if not keeps:
         return f"live page: was {served.admin_url}/ (--keep leaves it running)"
     return (
@@ -156,7 +156,7 @@ def _addresses(served: DemoAddresses, *, keeps: bool) -> str:
 
 
 def _report(args: argparse.Namespace, rows: list[DemoRow]) -> int:
-    """Print the verdict and draw what was seen; returns the exit code."""
+    """Print the verdict and draw the picture; returns the exit code."""
     picture = args.picture or args.directory / "demo.png"
     _draw(rows, picture)
     wrong = [row for row in rows if row.mismatch is not None]
@@ -168,10 +168,10 @@ def _report(args: argparse.Namespace, rows: list[DemoRow]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check all options, before three engines take minutes to start.
+    """Check all options before three engines start, which takes minutes.
 
     Raises:
-        BadArgument: an option makes no sense.
+        BadArgument: an option is invalid.
     """
     if args.layout is not None and args.layout.upper() not in LAYOUTS:
         raise BadArgument("--layout", f"one of {', '.join(LAYOUTS)}", args.layout)
@@ -193,7 +193,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_model(model: str) -> None:
-    """A folder must be a model's; what looks like a path must exist; the rest is a hub's name."""
+    """Check that a folder holds a model, and that a path exists; other names are a hub's."""
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise BadArgument("--model", "a folder with a config.json", model)

@@ -1,4 +1,4 @@
-"""``pdconn diff``: whether two engines can exchange KV, and if not, why."""
+"""``pdconn diff``: compares two engines: whether they can exchange KV, and if not, why."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ exit codes:
 
 
 class NoDescription(Exception):
-    """An argument that gives no description of an engine."""
+    """An argument does not lead to an engine's description."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_guards(parser.add_argument_group("engines with a secret or TLS"))
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Compare and print; the exit code is the verdict."""
     if args.b is None and args.save is None:
         print("pdconn diff: give a second engine, or --save FILE", file=sys.stderr)
@@ -132,14 +132,14 @@ def _described(where: str, timeout_s: float, security: Security) -> Described:
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """What differs between the engines that the words ``a`` and ``b`` name."""
+    """The differences between the engines named by ``a`` and ``b``."""
 
     comparison: Comparison
     a: str
     b: str
 
     def text(self, width: int | None = None) -> str:
-        """A table of the differences, and a verdict each way; whatever the ``width``."""
+        """A table of the differences, and a verdict per direction; ignores ``width``."""
         traits = self.comparison.traits
         rows = [
             [one.field, one.theirs, one.ours, verdict]

@@ -1,4 +1,4 @@
-"""``pdconn doctor``: its options, and what it examines."""
+"""``pdconn doctor``: its options, and the checks that they select."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _configure_fleet(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--hash-seed", metavar="SEED", help="the engines' PYTHONHASHSEED (unset)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Examine and print; the exit code is the verdict."""
     progress = ProgressLine(shown=not args.json)
     try:

@@ -3,10 +3,10 @@
 Each command is a module with two functions, named in ``COMMANDS``::
 
     def configure(parser: argparse.ArgumentParser) -> None   # its options and examples
-    def run(args: argparse.Namespace) -> int                 # its work; the exit code
+    def run_command(args: argparse.Namespace) -> int         # its work; the exit code
 
-A module is imported only when its command runs, so ``pdconn --help`` does not import
-torch and works without vLLM.
+A module is imported only when its command runs, so ``pdconn --help`` does not import torch and
+works without vLLM.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EXIT_FAILED = 1
 
 
 class CommandModule(Protocol):
-    """What a command's module has."""
+    """The functions of a command's module."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's options."""
 
-    def run(self, args: argparse.Namespace) -> int:
-        """Do the work and return an exit code."""
+    def run_command(self, args: argparse.Namespace) -> int:
+        """Run the command and return an exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor",
         "pdconn.tools.cli.doctor_command",
-        "find what is wrong with a host, a pair or a fleet",
+        "diagnose a host, a pair or a fleet",
     ),
     Command("diff", "pdconn.tools.cli.diff_command", "check whether two engines can exchange KV"),
     Command(
@@ -86,7 +86,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "completion",
         "pdconn.tools.cli.completion_command",
-        "print what a shell needs to complete pdconn's words",
+        "print a script for shell completion",
     ),
 )
 
@@ -135,7 +135,9 @@ def build_parser(configured: str | None = None) -> Parser:
         if command.name == configured:
             module = cast(CommandModule, import_module(command.module))
             module.configure(sub)
-            sub.set_defaults(run=module.run, prog=sub.prog, needs_reader=command.needs_reader)
+            sub.set_defaults(
+                run=module.run_command, prog=sub.prog, needs_reader=command.needs_reader
+            )
     return parser
 
 
@@ -144,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = next((word for word in argv if not word.startswith("-")), None)
     if asked == "proxy" and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it kills until the proxy reloads on it
+        # By default it ends the process, until the proxy uses it for reloads.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     output = watch_stdout()
     name = "pdconn"
     try:
@@ -162,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(name: str, why: str, code: int) -> int:
-    """Say why on standard error, which may be closed too."""
+    """Print the error to standard error, which may be closed too."""
     try:
         print(f"{name}: {why}", file=sys.stderr, flush=True)
     except OSError:

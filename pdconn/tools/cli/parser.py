@@ -1,4 +1,4 @@
-"""The parser of all commands: an error is one line, with the nearest word that is known."""
+"""The parser of all commands: errors are one line, with the nearest known word."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` whose errors are one line and name what was probably meant."""
+    """An ``ArgumentParser`` whose errors are one line and suggest the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2 and one line, without the usage."""
@@ -19,8 +19,8 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parse as argparse does, but refuse unknown arguments.
 
-        A subcommand's parser refuses here what it does not know.  argparse would hand it up to
-        the outermost parser, which has none of the subcommand's options to compare with.
+        A subcommand's parser refuses unknown arguments here.  argparse would pass them to the
+        outermost parser, which has none of the subcommand's options to compare with.
         """
         found, unknown = super().parse_known_args(self._with_json(args), namespace)
         if unknown:
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _with_json(self, args: Sequence[str] | None) -> Sequence[str] | None:
-        """``--json`` as ``--json=-`` where the word behind it is one that the command needs."""
+        """Turn ``--json`` into ``--json=-`` if the next word is one that the command needs."""
         needs = any(one.nargs in (None, "+") for one in self._get_positional_actions())
         if args is None or not needs or "--json" not in self._option_string_actions:
             return args
@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    """``; did you mean '--policy'?``, or nothing where no known word is near."""
-    from transport.errors import did_you_mean  # loads numpy, which --help does without
+    """``; did you mean '--policy'?``, or empty if no known word is near."""
+    from transport.errors import did_you_mean  # imports numpy, which --help does without
 
     hint = did_you_mean(word, known)
     return f"; {hint}" if hint.startswith("did you mean") else ""

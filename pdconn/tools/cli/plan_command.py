@@ -1,4 +1,4 @@
-"""``pdconn plan``: what a pull between two engines costs, computed without engines."""
+"""``pdconn plan``: computes the cost of a pull between two engines, without engines."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        help=f"of keys and values: auto (the model's), {', '.join(KV_DTYPES)} (default: "
+        help=f"type of keys and values: auto (the model's), {', '.join(KV_DTYPES)} (default: "
         "%(default)s)",
     )
     _configure_links(parser)
@@ -109,17 +109,17 @@ def _configure_links(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         default="400Gb/s",
-        help=f"of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
+        help=f"link of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
     )
     parser.add_argument(
-        "--prefill-link", metavar="LINK", help="of each prefill rank (default: as --link)"
+        "--prefill-link", metavar="LINK", help="link of each prefill rank (default: as --link)"
     )
     parser.add_argument(
         "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Print the forecast."""
     try:
         check_file("--svg", args.svg)
@@ -177,7 +177,7 @@ def _model(given: str, dtype: str) -> ModelShape:
     config, beside = _json(path), path.with_name(BESIDE)
     is_folders = path.name == "config.json"
     name = path.resolve().parent.name if is_folders else path.stem
-    # vLLM reads it of the folder: beside another file it may belong to another model.
+    # vLLM reads it from the folder: beside another file it may belong to another model.
     quantization = _json(beside) if is_folders and beside.is_file() else None
     try:
         return model_shape(config, name, quantization, dtype)

@@ -1,4 +1,4 @@
-"""``pdconn score``: prefix hits from a snapshot, explained."""
+"""``pdconn score``: explains the prefix hits in a snapshot."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Score a snapshot; 0 or 2 as ``--help`` says."""
+def run_command(args: argparse.Namespace) -> int:
+    """Score a snapshot; returns 0 or 2 as in ``--help``."""
     try:
         check_file("--json", args.json)
         raw = sys.stdin.buffer.read() if args.snapshot == "-" else Path(args.snapshot).read_bytes()
@@ -87,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """The pods of a snapshot by name."""
+    """The hits of a snapshot's pods, by name."""
 
     scored: Mapping[str, Explained]
 
     def text(self, width: int | None = None) -> str:
-        """A line for each pod, the best first; whatever the ``width``."""
+        """One line per pod, best first; ignores ``width``."""
         named = {_printable(name): pod for name, pod in self.scored.items()}
         longest = max((len(name) for name in named), default=3)
         pulls = {name: _pull(pod) for name, pod in named.items()}

@@ -1,7 +1,7 @@
-"""Standard output that a reader may close early, as ``head`` does.
+"""Standard output whose reader may close early, as ``head`` does.
 
-Only standard output's own pipe counts.  ``BrokenPipeError`` alone does not say which pipe
-broke: a socket to an engine, a log on standard error and standard output all raise it.
+Only the pipe of standard output counts.  ``BrokenPipeError`` alone does not identify the pipe: a
+socket to an engine, a log on standard error and standard output all raise it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def terminal_width() -> int | None:
-    """Characters of a line of the terminal that standard output is; None if it is none.
+    """Characters per line, if standard output is a terminal; else None.
 
-    A pipe or a file gets whole lines, whatever ``COLUMNS`` says.
+    A pipe or a file gets whole lines, regardless of ``COLUMNS``.
     """
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
@@ -30,7 +30,7 @@ class OutputClosed(Exception):
 
 
 class OutputPipe(io.FileIO):
-    """Standard output as a pipe.  Once its reader is gone, bytes are dropped.
+    """Standard output as a pipe.  After its reader has closed it, bytes are dropped.
 
     ``needs_reader``: the first write without a reader raises :class:`OutputClosed`.
     """
@@ -55,10 +55,10 @@ class OutputPipe(io.FileIO):
 
 
 def watch_stdout() -> OutputPipe | None:
-    """Let the command reach its own exit code, though the reader of standard output closes it.
+    """Replace standard output, so that a command ends with its own exit code after a broken pipe.
 
     Returns:
-        the pipe; None where standard output is none, or is captured by a caller.
+        the pipe; None if there is no standard output, or a caller captures it.
     """
     ours = sys.__stdout__
     if ours is None or sys.stdout is not ours:

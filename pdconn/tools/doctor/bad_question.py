@@ -1,4 +1,4 @@
-"""Errors of the command line of ``pdconn doctor``: not findings, but questions without sense."""
+"""Errors in the command line of ``pdconn doctor``, as opposed to findings."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from transport.errors import FieldError
 
 
 class BadQuestion(FieldError, ValueError):
-    """An option of the doctor makes no sense, or a file that it names cannot be read."""
+    """An option of the doctor is invalid, or a file that it names cannot be read."""

@@ -1,4 +1,4 @@
-"""A diagnosis: what was checked, then a line and a remedy for each finding."""
+"""A diagnosis: the checks that ran, then one line and a remedy per finding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHECK: tuple[Column[Checked], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Every check, in the order in which they ran."""
+    """All checks, in the order in which they ran."""
 
     checks: Sequence[Checked]
 
@@ -37,7 +37,7 @@ class Diagnosis:
         return all(finding.severity is not Severity.FAULT for finding in self.findings)
 
     def text(self, width: int | None = None) -> str:
-        """Checks in their order, findings worst first, and a summary; whatever the ``width``."""
+        """Checks in order, findings worst first, and a summary; ignores ``width``."""
         longest = max((len(check.name) for check in self.checks), default=0)
         lines = [line for check in self.checks for line in _check_lines(check, longest)]
         for finding in self.findings:
@@ -49,7 +49,7 @@ class Diagnosis:
         return "\n".join([*lines, "", self._summary()])
 
     def document(self) -> dict[str, object]:
-        """The verdict, all findings, and what each check has seen."""
+        """The verdict, all findings, and the facts of each check."""
         return {
             "healthy": self.is_healthy,
             "findings": [asdict(finding) for finding in self.findings],

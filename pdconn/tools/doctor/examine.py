@@ -1,7 +1,7 @@
-"""Runs the checks that were asked for, one after another, and collects what they say.
+"""Runs the selected checks one after another, and collects their results.
 
-Each step gathers facts and judges them.  ``log_step`` is called with the step that runs, since some
-take seconds: NIXL starts in a child process, unreachable hosts time out, prompts are computed.
+Each step gathers facts and judges them.  ``log_step`` is called at the start of each step, since
+some take seconds: NIXL starts in a child process, unreachable hosts time out, prompts are computed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pdconn.vllm.memory.card import kv_card
 
 @dataclass(frozen=True)
 class ChannelCredentials:
-    """Our credentials for side channels, as the engines have them; ``tls`` by the engines' keys."""
+    """Credentials for side channels, in the engines' form; ``tls`` by the engines' keys."""
 
     secret_file: str | None = None
     tls: Mapping[str, str | None] = field(default_factory=dict)
@@ -62,15 +62,15 @@ class ChannelCredentials:
 
 @dataclass(frozen=True)
 class FleetQuestions:
-    """Which running engines are examined, and how.
+    """The running engines to examine, and the checks to run.
 
     Attributes:
-        sources: of engines; empty: no engine's HTTP is checked.
+        sources: sources of engines; without any, no engine's HTTP is checked.
         prefill_channels, decode_channels: ``host:port`` or description files.
         api_key: for the engines' HTTP; trusted: CAs for its TLS.
-        asks_golden: send a golden prompt through the pairs.
+        asks_golden: whether to send a golden prompt through the pairs.
         hash_seed: the engines' PYTHONHASHSEED.
-        timeout_s: of each engine.
+        timeout_s: per engine.
     """
 
     sources: tuple[FleetSource, ...] = ()
@@ -85,14 +85,14 @@ class FleetQuestions:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is to be examined.
+    """The subjects to examine.
 
     Attributes:
-        local: check this host.
-        configs: of engines; of one alone its files and ports are tried here, too.
-        link: nominal bandwidth; None: unknown.
-        probe: where ``pdconn doctor --serve`` runs.
-        ucx_logs: what UCX has printed in engines.
+        local: whether to check this host.
+        configs: engine configurations; a single one's files and ports are also tried here.
+        link: nominal bandwidth; None if unknown.
+        probe: address of ``pdconn doctor --serve``.
+        ucx_logs: UCX output of engines.
         environ, root: variables and file system of this host.
     """
 
@@ -109,12 +109,12 @@ class Questions:
 
     @property
     def engine(self) -> given_config.GivenConfig | None:
-        """The only engine of ``configs``."""
+        """The engine of ``configs``, if it is the only one."""
         return self.configs[0] if len(self.configs) == 1 else None
 
     @property
     def engine_environ(self) -> Mapping[str, str]:
-        """The variables of that engine; without one, ours."""
+        """The environment of that engine; without one, ours."""
         return self.environ if self.engine is None else self.engine.engine_environment(self.environ)
 
 
@@ -125,7 +125,8 @@ def examine(questions: Questions, log_step: LogStep = lambda text: None) -> Diag
         BadSetting: the fleet file is wrong.
     """
     checks: list[Checked] = []
-    members = asyncio.run(_members(questions.fleet.sources))  # first: a bad file ends the command
+    # First: an invalid file ends the command.
+    members = asyncio.run(_members(questions.fleet.sources))
     settings = None
     if questions.engine is not None:
         settings, _ = judge.settings_of_given(questions.engine, questions.environ)
@@ -187,7 +188,7 @@ def _local(
 
 
 def _kv_card(questions: Questions, settings: Settings | None) -> tuple[list[Finding], list[str]]:
-    """What an engine with these settings will log of the network card that carries KV."""
+    """The findings and log lines about the network card that carries KV."""
     engine = questions.engine
     if settings is None or engine is None or not engine.has_addresses_of_host:
         return [], []
@@ -213,7 +214,7 @@ def _ucx(
 
 
 def _is_elsewhere(questions: Questions, path: str) -> bool:
-    """Whether a file of the engine is in its container, and not here."""
+    """Whether a file of the engine is in its container, not on this host."""
     in_container = questions.engine is not None and questions.engine.in_container
     return in_container and not Path(path).exists()
 
@@ -224,14 +225,14 @@ def _config(engine: given_config.GivenConfig, environ: Mapping[str, str]) -> Che
     role = (engine.transfer or {}).get("kv_role")
     keys = ", ".join(map(str, engine.extra)) or "no key"
     seen = f"{ours.get('kv_connector')}, {role}, {keys}"
-    # Those of files are findings of the check of credentials, with their own remedies.
+    # Problems of files are findings of the check of credentials, with their own remedies.
     ours_alone = [error for error in refused if not isinstance(error.__cause__, SecurityError)]
     name = f"config {engine.name}" if engine.name else "config"
     return checked(name, judge.judge_given(engine, ours_alone), seen)
 
 
 def _several(questions: Questions) -> str | None:
-    """Why no engine's settings are compared with this host; None where they are."""
+    """The reason why no engine's settings are compared with this host; None if they are."""
     if len(questions.configs) < 2:
         return None
     return f"{len(questions.configs)} engines in --config: name one, as FILE#NAME"
@@ -265,7 +266,7 @@ def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Ch
 
 
 def _port(questions: Questions, settings: Settings | None, decodes: Sequence[str]) -> Checked:
-    """Where an engine listens: whether it can, and whether decode can reach it there."""
+    """Whether an engine can listen at its address, and whether decode can reach it there."""
     engine = questions.engine
     if _several(questions) is not None or settings is None or engine is None or not engine.lends:
         why = _several(questions) or "no --config of an engine that lends"
@@ -334,7 +335,7 @@ def _times(
     max_tokens: int | None,
     measured: ProbeFacts | None,
 ) -> channels.PullTimes | None:
-    """What bounds a pull: the speed of a probe, if one was measured, else the link's."""
+    """The bounds of a pull: the speed of a probe, if measured, else of the link."""
     speed = None if questions.link is None else questions.link.bytes_per_s
     if is_measured := measured is not None and measured.error is None:
         speed = measured.pull_bytes_per_s
@@ -390,7 +391,7 @@ def _channels(
     times: channels.PullTimes | None,
     log_step: LogStep,
 ) -> list[Checked]:
-    """Every side channel that is known, and each pair of them."""
+    """The check of every known side channel, and of each pair of them."""
     named = tuple(dict.fromkeys(one.advertised for one in tried if one.advertised))
     lenders = tuple(dict.fromkeys((*questions.fleet.prefill_channels, *named)))
     words = tuple(dict.fromkeys((*lenders, *questions.fleet.decode_channels)))

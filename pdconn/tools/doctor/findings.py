@@ -1,4 +1,4 @@
-"""What checks say: findings with a remedy, and what was seen."""
+"""Results of checks: findings with a remedy, and observed facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transport.errors import FieldError
 
 
 class Severity(StrEnum):
-    """How bad a finding is; only faults make a report unhealthy."""
+    """The severity of a finding; only faults make a report unhealthy."""
 
     FAULT = "fault"
     WARNING = "warning"
@@ -19,15 +19,15 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to change.
+    """A problem with a remedy.
 
     Attributes:
         id: stable, ``subject.problem``, for scripts.
-        severity: fault: something does not work; warning: it is slow, or may fail later; note:
-            it may be meant so.
-        subject: the file, setting, engine or pair that it is about.
-        message: one sentence with what was expected and seen.
-        remedy: one sentence that says what to do.
+        severity: fault: something does not work; warning: slow, or may fail later; note: possibly
+            intended.
+        subject: the file, setting, engine or pair concerned.
+        message: one sentence with the expected and the seen value.
+        remedy: one sentence with the action.
     """
 
     id: str
@@ -43,24 +43,24 @@ class Finding:
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """``text`` of another program as one line of printable characters."""
+    """``text`` from another program as one line of printable characters."""
     words = "".join(c if c.isprintable() else " " for c in str(text)).split()
     line = " ".join(words)
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def fault(name: str, subject: str, message: object, remedy: str) -> Finding:
-    """A finding of something that does not work."""
+    """A finding about something that does not work."""
     return Finding(name, Severity.FAULT, one_line(subject), one_line(message), remedy)
 
 
 def warning(name: str, subject: str, message: object, remedy: str) -> Finding:
-    """A finding of something slow or fragile."""
+    """A finding about something slow or fragile."""
     return Finding(name, Severity.WARNING, one_line(subject), one_line(message), remedy)
 
 
 def note(name: str, subject: str, message: object, remedy: str) -> Finding:
-    """A finding of something that may be meant so."""
+    """A finding about something that may be intended."""
     return Finding(name, Severity.NOTE, one_line(subject), one_line(message), remedy)
 
 
@@ -73,13 +73,13 @@ def of_error(name: str, error: FieldError, remedy: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One check that ran, or why it did not.
+    """One check, or the reason why it was skipped.
 
     Attributes:
-        name: of the check.
-        seen: the facts it looked at, a line each.
-        findings: empty where all is well.
-        skipped: why it did not run; None where it did.
+        name: name of the check.
+        seen: observed facts, one line each.
+        findings: empty if all is well.
+        skipped: the reason why it did not run; None if it did.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Bandwidth between two hosts: a pull as pdconn makes it, beside a single READ of as many bytes.
+"""Bandwidth between two hosts: a pull by pdconn, beside a single READ of the same size.
 
-One host lends (``pdconn doctor --serve``), the other reads real bytes over NIXL and compares
-them (``pdconn doctor --probe``).  Both are ``pdconn bench transfer``'s parts, for one workload.
+One host lends (``pdconn doctor --serve``), the other reads real bytes over NIXL and compares them
+(``pdconn doctor --probe``).  Both use the parts of ``pdconn bench transfer``, for one workload.
 
-The reader is a child process (``python -m pdconn.tools.doctor.probe``): UCX takes its settings
-when it is loaded, and prints there by which transports it has read.
+The reader is a child process (``python -m pdconn.tools.doctor.probe``): UCX reads its settings when
+it is loaded, and prints the transports of its reads.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ MODEL = "llama-3.1-8b"
 PROMPT_TOKENS = 2048
 ROUNDS = 3
 MAX_NBYTES = 2 << 30
-"""That a lender of the doctor allocates."""
+"""Bytes that a doctor's lender may allocate."""
 _SLOW_SHARE = 0.5
-"""A pull slower than this part of a READ, or a READ than this part of its link, is a finding."""
+"""Least share of a READ that a pull should reach, and of its link that a READ should reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFacts:
-    """Medians in bytes per second; ``error`` where nothing was measured.
+    """Medians in bytes per second; ``error`` if nothing was measured.
 
-    ``used``: by which transports UCX read, and how often; empty where UCX does not report it.
+    ``used``: the transports of UCX's reads with their numbers; empty if not reported.
     """
 
     where: str
@@ -79,10 +79,10 @@ def read_probe(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, name: value, "UCX_LOG_FILE": ""},  # empty: its output
+        env={**os.environ, name: value, "UCX_LOG_FILE": ""},  # empty: UCX prints to its output
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C reaches this process, which ends that one
+        start_new_session=True,  # Ctrl-C reaches this process, which ends the child
     ) as child:
         assert child.stdout is not None
         try:
@@ -137,7 +137,7 @@ def _used(facts: ProbeFacts) -> str:
 
 
 def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding]:
-    """Whether the path is as fast as the link, and a pull as fast as the path."""
+    """Findings about a path slower than its link, or a pull slower than the path."""
     if facts.error is not None:
         remedy = f"run pdconn doctor --serve {facts.where} there, with the same UCX_… variables"
         yield fault("probe.failed", facts.where, facts.error, remedy)
@@ -160,7 +160,7 @@ def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding
 
 
 def _main(host: str, port: str, prompt_tokens: str) -> None:
-    """Runs in the child process."""
+    """Run in the child process."""
 
     def log_step(text: str) -> None:
         print(f"{_STEP}{text}", flush=True)
@@ -171,4 +171,4 @@ def _main(host: str, port: str, prompt_tokens: str) -> None:
 
 if __name__ == "__main__":
     _main(*sys.argv[1:])
-    os._exit(0)  # UCX's own ending may take seconds, or fail
+    os._exit(0)  # UCX's own shutdown may take seconds, or fail

@@ -1,7 +1,7 @@
 """A blocking HTTP client of vLLM's OpenAI server; use a thread for each request at once.
 
-``prefill_then_decode`` does what the proxy of vLLM's own examples does: it passes
-``kv_transfer_params`` from one engine to the other, unread.
+``prefill_then_decode`` does the same as the proxy in vLLM's examples: it passes
+``kv_transfer_params`` unparsed from one engine to the other.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pdconn.tools.openai.completions import (
 
 @dataclass(frozen=True)
 class Timed:
-    """An answer, and seconds from sending the request to its tokens.
+    """An answer, and the seconds from sending the request to its tokens.
 
-    ``sent_s`` is when the request was sent, on the clock of ``time.perf_counter``.
+    ``sent_s`` is the time of sending, by ``time.perf_counter``.
     """
 
     answer: Answer
@@ -81,7 +81,7 @@ class Client:
         top: int = 1,
         **more: Any,
     ) -> Timed:
-        """Like ``complete``, streamed, and timed from just before the request is sent."""
+        """``complete`` with streaming, timed from just before the request is sent."""
         body = self._body(prompt, max_tokens, kv_transfer_params, top, more) | {"stream": True}
         payload = json.dumps(body)  # before the clock starts
         chunks: list[Completion] = []
@@ -95,7 +95,7 @@ class Client:
             last = time.perf_counter() - began
         return Timed(answer_of(chunks), first, last, began)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send JSON, get JSON.
 
         Raises:
@@ -103,7 +103,7 @@ class Client:
         """
         return dict(json.loads(self._post(path, body)))
 
-    def get(self, path: str) -> str:
+    def get_text(self, path: str) -> str:
         """Get text.
 
         Raises:
@@ -114,15 +114,15 @@ class Client:
 
     def metrics(self) -> dict[str, float]:
         """Samples of ``/metrics``, summed over their labels, by name."""
-        return _summed(all_samples(self.get("/metrics")))
+        return _summed(all_samples(self.get_text("/metrics")))
 
     def free_blocks(self) -> int:
-        """Free KV blocks, as of the engine's last step.
+        """Free KV blocks at the engine's last step.
 
-        vLLM updates this when it steps: after blocks became free without a step, one
-        more request is needed to see it.
+        vLLM updates this when it steps: blocks that became free without a step show only after one
+        more request.
         """
-        samples = all_samples(self.get("/metrics"))
+        samples = all_samples(self.get_text("/metrics"))
         counts = (sample.labels.get("num_gpu_blocks", "") for sample in samples)
         blocks = next(filter(str.isdecimal, counts), None)
         if blocks is None:
@@ -187,10 +187,10 @@ def prefill_then_decode(
 def prefill_only(
     prefill: Client, prompt: Sequence[int], source: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any] | None:
-    """Compute a prompt on ``prefill``; returns the ticket for the decode engine, unread.
+    """Compute a prompt on ``prefill``; returns the ticket for the decode engine, unparsed.
 
-    None if the engine has no connector.  ``source`` is a ticket for a prefix of the prompt, as
-    :func:`lend_prefix` returns it.
+    None if the engine has no connector.  ``source``: a ticket for a prefix of the prompt, from
+    :func:`lend_prefix`.
     """
     params = {**lend_params(), **({"pdconn": {"from": source}} if source else {})}
     return prefill.complete(prompt, 1, kv_transfer_params=params).kv_transfer_params
@@ -199,7 +199,7 @@ def prefill_only(
 def lend_prefix(
     holder: Client, prompt: Sequence[int], num_tokens: int, **more: Any
 ) -> Mapping[str, Any] | None:
-    """Ask for the first ``num_tokens`` tokens of a prompt: a ticket, or how much is held."""
+    """Request the first ``num_tokens`` tokens of a prompt: a ticket, or how much is held."""
     params = {**lend_params(), "pdconn": {"lend": num_tokens}}
     asked = holder.complete(prompt[: num_tokens + 1], 1, kv_transfer_params=params, **more)
     return asked.kv_transfer_params

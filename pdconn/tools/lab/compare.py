@@ -1,8 +1,8 @@
-"""Compare the answers of two engines, and make the prompts for them.
+"""Compares the answers of two engines, and makes prompts for them.
 
-Equal tokens are not enough: with a slightly wrong KV cache the best token is often the
-same.  So log-probabilities are compared too, of the chosen tokens and of the other top
-tokens that both engines reported.
+Equal tokens are not enough: with a slightly wrong KV cache the best token is often unchanged.  So
+log-probabilities are compared too, of the chosen tokens and of the other top tokens that both
+engines reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pdconn.tools.lab.model import FIRST_WORD, TINY
 
 TOLERANCE = 1e-3
-"""Largest difference between two right answers, in nats.  Rounding gives 1e-5."""
+"""Largest difference between two correct answers, in nats.  Rounding causes about 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Mismatch:
         what: number of tokens, a token, or a log-probability.
         position: index into the generated tokens.
         expected: token id, log-probability or count of the reference.
-        seen: the same of the other answer.
+        seen: the same for the other answer.
         token: the token whose log-probability differs.
     """
 
@@ -79,7 +79,7 @@ def compare(expected: Answer, seen: Answer, tolerance: float = TOLERANCE) -> Mis
         if ours != theirs:
             return Mismatch("token", position, ours, theirs)
         for token, want, got in _pairs(expected, seen, position):
-            if not abs(want - got) <= tolerance:  # also when either is not a number
+            if not abs(want - got) <= tolerance:  # also if either is not a number
                 return Mismatch("logprob", position, want, got, token)
     if len(expected.tokens) != len(seen.tokens):
         at = min(len(expected.tokens), len(seen.tokens))
@@ -110,7 +110,7 @@ def _pairs(expected: Answer, seen: Answer, position: int) -> list[tuple[int, flo
         pairs += [
             (token, value, theirs[token])
             for token, value in expected.top[position].items()
-            if token in theirs  # the last of the top tokens may tie with one that is not reported
+            if token in theirs  # the last top token may tie with an unreported one
         ]
     return pairs
 

@@ -1,4 +1,4 @@
-"""What the demo has seen, for people and as JSON."""
+"""The results of the demo, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pdconn.tools.output.units import scaled
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One prompt: what moved for it, how long it took, and whether the answer is right.
+    """One prompt: bytes moved, times, and whether the answer is right.
 
-    Bytes and descriptors are of the whole pull; ``handover_s`` is from sending the request to
+    Bytes and descriptors are those of the whole pull; ``handover_s`` is from sending the request to
     decode to the first byte of its answer; ``mismatch`` is None if the answers agree.
     """
 
@@ -39,7 +39,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """A line for each prompt."""
+    """One line per prompt."""
 
     rows: Sequence[DemoRow]
 

@@ -1,8 +1,8 @@
 """The demo: prefill, decode and a proxy on this machine, compared with one engine alone.
 
-Every prompt goes through the proxy, and to an engine without a connector.  Tokens must be
-equal and log-probabilities within a tolerance.  Bytes come from the decode engine's
-``/metrics``, read before and after each request.
+Every prompt is sent through the proxy, and to an engine without a connector.  Tokens must be equal
+and log-probabilities within a tolerance.  Bytes come from the decode engine's ``/metrics``, read
+before and after each request.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from transport.nixl.builds import installed_versions, missing_build, torch_cuda_
 
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
 EXTENDED = 1000
-"""Length of the prompt that is sent again, then with more tokens, to show prefix hits."""
+"""Tokens of the prompt that is repeated, alone and then extended, to show prefix hits."""
 MORE = 120
 """Those tokens."""
 
 
 @dataclass(frozen=True)
 class DemoAddresses:
-    """URLs of the demo's proxy, while it runs."""
+    """The URLs of the running demo's proxy."""
 
     url: str
     admin_url: str
 
 
 Ended = Callable[[list[DemoRow], DemoAddresses], None]
-"""Called with the results while everything still runs; all stops when it returns."""
+"""Called with the results while everything is running; all processes stop when it returns."""
 
 _COUNTED = {
     "full_bytes": "pdconn:full_attention_bytes_total",
@@ -65,10 +65,10 @@ _SERIES = (
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What to run.
+    """The settings of a demo.
 
-    ``vocab`` is the bound of the prompts' random token ids, ``layout`` None for the engine's
-    own choice, ``args`` further arguments of all three engines.
+    ``vocab`` bounds the prompts' random token ids, ``layout`` is None for the engine's own choice,
+    ``args`` are further arguments of all three engines.
     """
 
     model: str | Path
@@ -92,7 +92,8 @@ def run_demo(plan: DemoPlan, log_step: LogStep, ended: Ended) -> None:
     Raises:
         LabError: a process could not be started, or died; nothing is left running.
     """
-    for port in () if plan.port is None else (plan.port, plan.port + 1):  # its admin pages' too
+    # The admin pages' port too.
+    for port in () if plan.port is None else (plan.port, plan.port + 1):
         if not is_free(port):
             raise PortInUse("proxy", LOCALHOST, port)
     with (
@@ -100,7 +101,7 @@ def run_demo(plan: DemoPlan, log_step: LogStep, ended: Ended) -> None:
         running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
     ):
         log_step(f"proxy ready at {url}, its live page at {admin_url(url)}/")
-        log_step(f"ask it yourself: {curl(url)}")
+        log_step(f"send a request: {curl(url)}")
         through, reference = Client(url), Client(alone.url)
         log_step("warming up: an engine's first request is its slowest")
         for client in (through, reference):
@@ -121,13 +122,13 @@ def run_demo(plan: DemoPlan, log_step: LogStep, ended: Ended) -> None:
 
 
 def curl(url: str) -> str:
-    """A command that asks the proxy at ``url``."""
+    """A command that sends a request to the proxy at ``url``."""
     body = json.dumps({"model": SERVED_NAME, "prompt": "Once upon a time", "max_tokens": 16})
     return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
 def check_dependencies() -> None:
-    """Check what is installed, before the engines take minutes to start.
+    """Check installed packages before the engines start, which takes minutes.
 
     Raises:
         MissingDependency: naming the package.

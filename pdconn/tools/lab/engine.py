@@ -1,10 +1,10 @@
-"""Real vLLM engines on this machine: start them together, watch them, stop them.
+"""Real vLLM engines on this machine: starts them together, monitors them, stops them.
 
     with running([prefill, decode], Path(".work/run")) as (p, d):
         ...
 
-A start is mostly imports, which use one core per process, so all engines start at
-once.  If one dies while starting, all are stopped.
+A start consists mostly of imports, which use one core per process, so all engines start at once.
+If one dies during the start, all are stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdconn.tools.lab.spec import EngineSpec
 from transport.closing import Closing
 
 CPU_LIBRARIES = {"libnuma.so.1": "libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora, RHEL)"}
-"""Shared libraries that vLLM's CPU build loads and does not bring, and the packages they are in."""
+"""Shared libraries that vLLM's CPU build loads but does not contain, and their packages."""
 
 
 def missing_libraries(load: Callable[[str], object] = ctypes.CDLL) -> dict[str, str]:
@@ -46,7 +46,7 @@ def missing_libraries(load: Callable[[str], object] = ctypes.CDLL) -> dict[str, 
 
 
 Progress = Callable[[str, float, str], None]
-"""Called for each engine that is starting: its name, seconds since its start, last log line."""
+"""Called for each starting engine: its name, seconds since its start, last log line."""
 
 START_TIMEOUT_S = 300.0
 PROGRESS_S = 1.0
@@ -60,8 +60,8 @@ def no_progress(_name: str, _seconds: float, _line: str) -> None:
 class Engine(Closing):
     """One vLLM server in its own process group, from ``launch`` to ``stop``.
 
-    Its log is ``directory/NAME.log``, new for each launch.  ``cache`` is
-    vLLM's cache folder, beside the log by default.  ``start`` is how its process is made.
+    Its log is ``directory/NAME.log``, new for each launch.  ``cache`` is vLLM's cache folder,
+    beside the log by default.  ``start`` creates its process.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Engine(Closing):
         return self._running().pid
 
     def launch(self) -> None:
-        """Start it, or start it again after it ended; do not wait.
+        """Start the engine, also again after it ended; does not wait.
 
         Raises:
             PortInUse: nothing is started.
@@ -115,10 +115,10 @@ class Engine(Closing):
         )
 
     def is_ready(self) -> bool:
-        """Whether it serves.
+        """Whether the engine serves requests.
 
         Raises:
-            EngineDied: it ended, or never ran.
+            EngineDied: the engine ended, or was never launched.
         """
         self.check_alive()
         if self.boot_s is None and _healthy(self.url):
@@ -126,7 +126,7 @@ class Engine(Closing):
         return self.boot_s is not None
 
     def check_alive(self) -> None:
-        """Raise ``EngineDied`` unless its process runs."""
+        """Raise ``EngineDied`` unless the process is running."""
         process = self._running()
         if (ended := process.ended()) is not None:
             raise EngineDied(
@@ -134,32 +134,32 @@ class Engine(Closing):
             )
 
     def pause(self) -> None:
-        """Freeze all its processes: it does not serve and uses no processor time."""
+        """Freeze all processes of the engine: it does not serve and uses no CPU time."""
         self._running().pause()
 
     def resume(self) -> None:
         """Undo ``pause``."""
         self._running().resume()
 
-    def kill(self) -> Ended:
-        """SIGKILL, as in a crash; ``launch`` starts it again."""
+    def kill_command(self) -> Ended:
+        """Send SIGKILL, as in a crash; ``launch`` starts the engine again."""
         return self._running().kill_command()
 
     def ask_to_stop(self) -> None:
-        """Begin to stop; do not wait."""
+        """Begin to stop; does not wait."""
         if self._process is not None:
             self._process.ask_to_end()
 
     def stop(self) -> Ended | None:
-        """Stop it and wait until all its processes are gone.  None if it never ran."""
+        """Stop and wait until all processes are gone.  None if the engine was never launched."""
         return None if self._process is None else self._process.end_all()
 
     def close(self) -> None:
-        """Stop it and wait; see ``stop``."""
+        """Stop the engine and wait (``stop``)."""
         self.stop()
 
     def last_line(self) -> str:
-        """The last line of its log."""
+        """The last line of the log."""
         return self._running().tail(1)
 
     def _running(self) -> Process:
@@ -214,11 +214,11 @@ def wait_ready(
     progress_s: float = PROGRESS_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Wait until all serve; call ``progress`` every ``progress_s`` seconds.
+    """Wait until all serve; calls ``progress`` every ``progress_s`` seconds.
 
     Raises:
-        EngineDied: one of them ended.
-        EngineStartTimeout: one of them takes longer than ``timeout_s``.
+        EngineDied: an engine ended.
+        EngineStartTimeout: an engine takes longer than ``timeout_s``.
     """
     began = shown = clock()
     while waiting := [engine for engine in engines if not engine.is_ready()]:
@@ -234,7 +234,7 @@ def wait_ready(
 
 
 def stop_all(engines: Sequence[Engine]) -> None:
-    """Stop all engines at the same time, even if one of them fails to stop; then raise."""
+    """Stop all engines concurrently, even if one fails to stop; then raise."""
     for engine in engines:
         engine.ask_to_stop()
     failures = []
@@ -249,7 +249,7 @@ def stop_all(engines: Sequence[Engine]) -> None:
 
 def _healthy(url: str) -> bool:
     try:
-        Client(url, timeout_s=2.0).get("/health")
+        Client(url, timeout_s=2.0).get_text("/health")
     except (OSError, http.client.HTTPException, RequestRefused):
         return False
     return True

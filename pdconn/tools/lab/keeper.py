@@ -2,21 +2,21 @@
 
     Process ── a pipe, held open ──► keeper ──► command ──► its children ...
 
-An engine is a tree of processes, and the process that starts it may be interrupted,
-killed or crash.  So the tree is below a keeper, in a session that no terminal signals.
-The keeper ends the tree when
+An engine is a tree of processes, and the process that starts it may be interrupted, killed or
+crash.  So the tree is below a keeper, in a session without a terminal.  The keeper ends the tree
+when
 
-* the pipe on its standard input closes: ``Process`` closed it, or its process is gone;
+* the pipe on its standard input closes: ``Process`` closed it, or its process has ended;
 * the command ends by itself: its children must not survive it;
-* the keeper gets SIGTERM, SIGINT or SIGHUP.
+* the keeper receives SIGTERM, SIGINT or SIGHUP.
 
-The keeper is a *subreaper*: a process whose parent dies becomes the keeper's child, so
-everything that the command ever started is found below it, also what left the process
-group.  If the keeper itself is killed, the kernel sends SIGTERM to the command.
+The keeper is a *subreaper*: a process whose parent dies becomes the keeper's child, so every
+process that the command ever started is below it, even outside the process group.  If the keeper
+itself is killed, the kernel sends SIGTERM to the command.
 
-It writes one JSON object a line to its standard output: ``{"pid": …}`` once the command
-runs, ``{"exit_code": …, "killed": […], "left": […]}`` at the end.  It is started by path,
-so it imports the standard library only.
+It writes one JSON object per line to its standard output: ``{"pid": …}`` once the command runs,
+``{"exit_code": …, "killed": […], "left": […]}`` at the end.  It is started by path, so it imports
+the standard library only.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _KILL_S = 10.0  # for a killed process to disappear
 
 @dataclass(frozen=True)
 class Swept:
-    """What happened to the processes that outlived the command."""
+    """The processes that outlived the command, and their fate."""
 
     killed: list[str]
     left: list[str]
 
 
 class Child(Protocol):
-    """A running command, as ``subprocess.Popen`` is one."""
+    """A running command; ``subprocess.Popen`` implements it."""
 
     pid: int
 
     def wait(self) -> int:
-        """Its exit status, negative for a signal."""
+        """The exit status, negative for a signal."""
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -76,10 +76,10 @@ def main(arguments: list[str]) -> int:
 
 
 def keep(grace_s: float, start: Callable[[str], Child]) -> int:
-    """Start a command and keep it; ``start`` is given a folder for its temporary files.
+    """Start a command and keep it; ``start`` receives a folder for its temporary files.
 
-    A ``start`` that forks may leave by ``SystemExit`` in the new process, which then tidies up
-    nothing that is the keeper's.
+    A ``start`` that forks may raise ``SystemExit`` in the new process, which then cleans up nothing
+    of the keeper's.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signals = _signal_socket()
@@ -114,7 +114,7 @@ def _start(command: list[str], log: str, scratch: str) -> subprocess.Popen[bytes
 
 
 def _wait(child: Child, signals: socket.socket, grace_s: float) -> int:
-    """Wait until the command ends or is asked to end; returns its exit status."""
+    """Wait until the command ends or is to be ended; returns its exit status."""
     ended = os.pidfd_open(child.pid)
     try:
         readable, _, _ = select.select([ended, sys.stdin, signals], [], [])
@@ -126,10 +126,10 @@ def _wait(child: Child, signals: socket.socket, grace_s: float) -> int:
 
 
 def _end(child: Child, ended: int, grace_s: float) -> None:
-    """SIGTERM, wait, SIGKILL.
+    """End the command: SIGTERM, wait, SIGKILL.
 
-    Only the command gets SIGTERM, not its group: a server ends its own children in
-    order, and children that are signalled too stop in the middle of it.
+    Only the command gets SIGTERM, not its group: a server ends its own children in order, and
+    children that receive a signal too stop in the middle of that.
     """
     child.terminate()
     with suppress(ProcessLookupError):
@@ -161,9 +161,9 @@ def sweep() -> Swept:
 
 
 def _unlinks_shared_memory(pid: int) -> bool:
-    """Whether this is Python's resource tracker, which frees shared memory of killed processes.
+    """Whether a process is Python's resource tracker, which frees memory of killed processes.
 
-    It ends by itself once they are gone.
+    The tracker ends by itself once they are gone.
     """
     with suppress(OSError):
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -171,7 +171,7 @@ def _unlinks_shared_memory(pid: int) -> bool:
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Living processes below ``root``: pid to ``name (pid)``.  Zombies do not count."""
+    """Living processes below ``root``: pid to ``name (pid)``.  Zombies are left out."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for entry in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""What can go wrong when engines run on this machine; each message says what to do or read."""
+"""Errors of engines on this machine; each message contains a remedy or a place to look."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PortInUse(LabError):
 
 
 class MissingLibrary(LabError):
-    """A shared library of the system that vLLM loads is not there."""
+    """A shared library that vLLM loads is missing on this system."""
 
     def __init__(self, library: str, packages: str) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class MissingBuild(LabError):
     """NIXL is installed without the build that it needs beside this torch.
 
     Args:
-        package: with its version, as pip takes it.
+        package: with its version, in pip's syntax.
     """
 
     def __init__(self, package: str) -> None:
@@ -57,7 +57,7 @@ class EngineDied(LabError):
     """A process ended by itself.
 
     Args:
-        cause: the exception that ended it, where its log has one.
+        cause: the exception that ended it, if its log contains one.
     """
 
     def __init__(

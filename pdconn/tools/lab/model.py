@@ -1,9 +1,8 @@
-"""Small hybrid models, generated here, whose answers depend on the whole KV cache.
+"""Small generated hybrid models whose answers depend on the whole KV cache.
 
-A correctness check is only as good as its model is sensitive.  A model with weights drawn
-the usual way repeats a single token for every prompt: its attention is nearly uniform, so
-each position sees the same average, and a corrupted block changes nothing.  Here the
-scales are chosen so that
+A correctness check needs a sensitive model.  A model with weights drawn the usual way repeats a
+single token for every prompt: its attention is nearly uniform, so each position sees the same
+average, and a corrupted block changes nothing.  Here the scales are chosen such that
 
 * attention is broad but not uniform (``_ATTENTION_SPREAD``): scores differ by
   about that many nats, so far tokens weigh little each and yet measurably;
@@ -40,22 +39,22 @@ if TYPE_CHECKING:
     Weight = NDArray[np.float32]
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Tokens of the tokenizer and the chat template only.
+"""Tokens used only by the tokenizer and the chat template.
 
-Their rows of the unembedding are zero, so no greedy answer has one or ends early.
+Their rows of the unembedding are zero, so no greedy answer contains one or ends early.
 """
 FIRST_WORD = len(SPECIAL_TOKENS)
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation
-"""Spell what is no word, in a vocabulary with room for them: another text is other tokens."""
+"""Single characters, if the vocabulary has room, so that other texts give other tokens."""
 _WORDS_PER_CHARACTER = 10
 
 _FORMAT = 2  # increase when a change of this code changes the files
 _ATTENTION_SPREAD = 1.5  # standard deviation of attention scores, in nats
 _EMBEDDING = 2.0  # RMS of a token's embedding in the residual stream
 _WINDOW_ATTENTION = 1.0  # RMS that a window layer's attention adds to it
-_FULL_ATTENTION = 1.5  # ... and a full-attention layer's
-_FEED_FORWARD = 0.6  # ... and a feed-forward block
+_FULL_ATTENTION = 1.5  # ... that a full-attention layer's adds
+_FEED_FORWARD = 0.6  # ... that a feed-forward block adds
 _LOGITS = 4.0  # standard deviation of logits
 
 _CHAT_TEMPLATE = (
@@ -97,7 +96,7 @@ class ModelSpec:
 
     @property
     def digest(self) -> str:
-        """Digest of the content: equal digests mean equal files."""
+        """A digest of the content: equal digests mean equal files."""
         scales = (_ATTENTION_SPREAD, _EMBEDDING, _WINDOW_ATTENTION, _FULL_ATTENTION)
         rest = (_FORMAT, *scales, _FEED_FORWARD, _LOGITS, SPECIAL_TOKENS, _CHAT_TEMPLATE)
         text = json.dumps([asdict(self), rest], sort_keys=True)
@@ -105,9 +104,9 @@ class ModelSpec:
 
 
 TINY = ModelSpec("tiny", hidden=128, intermediate=256, heads=4, kv_heads=2)
-"""For correctness: the smallest model with every kind of group."""
+"""The smallest model with every kind of group; for correctness."""
 HANDOVER = ModelSpec("handover", hidden=256, intermediate=512, heads=8, kv_heads=4)
-"""For timing: prefill takes much longer than one decode step."""
+"""A model whose prefill takes much longer than one decode step; for timing."""
 SPECS = {spec.name: spec for spec in (TINY, HANDOVER)}
 
 
@@ -145,7 +144,7 @@ def _write_files(directory: Path, spec: ModelSpec) -> None:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    """The config that the installed ``transformers`` makes of ``spec``."""
+    """The config that the installed ``transformers`` makes from ``spec``."""
     from transformers import Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -216,7 +215,7 @@ def _write_tokenizer(directory: Path, spec: ModelSpec) -> None:
     numbered = (f"w{i}" for i in range(FIRST_WORD, spec.vocab - len(spelling)))
     words = [*SPECIAL_TOKENS, *numbered, *spelling]
     ids = {word: i for i, word in enumerate(words)}
-    # The longest piece first, and no mark on pieces that continue a word.
+    # Longest piece first, and no mark on pieces that continue a word.
     tokenizer = Tokenizer(WordPiece(ids, unk_token="<unk>", continuing_subword_prefix=""))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL_TOKENS])

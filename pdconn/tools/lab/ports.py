@@ -1,17 +1,17 @@
 """Free ports for servers on this machine.
 
-They lie below the kernel's ephemeral range: the local end of an outgoing connection takes
-a port from that range at any time, also one that a slow server is about to listen on.
+They lie below the kernel's ephemeral range, from which the local end of any outgoing connection may
+take a port, even one that a slow server is about to listen on.
 
-Between the choice of a port and the start of its server the port is free, so a second
-process could choose it too, and clients of one would meet the server of the other.
-Processes of one user therefore lock what they give out: one byte of a file per port::
+Between the choice of a port and the start of its server the port is free, so a second process could
+choose it too, and clients of one would reach the server of the other.  Processes of one user
+therefore lock the ports that they reserve: one byte of a file per port::
 
     $TMPDIR/pdconn-ports-UID     0 … 10000 ……… 20417 ……… 31208 … 65535
                                              process A  process B
 
-The kernel drops the locks of a process that ends, and a forked child has none of them.
-Where the file cannot be had, ports are given out without it.
+The kernel drops the locks of a process that ends, and a forked child has none of them.  If the file
+is not available, ports are reserved without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FALLBACK = 32_768
 _TRIES_PER_PORT = 1000
 
 _given: set[int] = set()
-"""Ports given out by this process: no port is given out twice."""
+"""Ports reserved by this process: no port is reserved twice."""
 
 
 def free_ports(
@@ -44,13 +44,13 @@ def free_ports(
     *,
     in_a_row: bool = False,
 ) -> list[int]:
-    """``count`` ports that are free now and were not given out before.
+    """``count`` ports that are free now and were not reserved before.
 
-    No other process of this user on this machine is given them until this one ends.
+    Other processes of this user on this machine cannot reserve them until this one ends.
 
-    ``in_a_row``: consecutive ports, as the ranks of one engine use them.  For a server that
-    listens on every address, ``host`` is "0.0.0.0".  Another program may still take a
-    port before its server starts; ``is_free`` checks.
+    ``in_a_row``: consecutive ports, as the ranks of one engine use them.  For a server that listens
+    on every address, ``host`` is "0.0.0.0".  Another program may still take a port before its
+    server starts; ``is_free`` checks.
     """
     source = source or random.SystemRandom()
     length = count if in_a_row else 1
@@ -80,7 +80,7 @@ def is_free(port: int, host: str = LOCALHOST) -> bool:
 
 
 def _reserve(row: range, host: str) -> bool:
-    """Lock ports that this process has not given out, and keep the locks if all are free."""
+    """Lock ports that this process has not reserved; keeps the locks if all are free."""
     if not _lock(row):
         return False
     if all(is_free(port, host) for port in row):
@@ -90,14 +90,15 @@ def _reserve(row: range, host: str) -> bool:
 
 
 def _lock(row: range) -> bool:
-    """Whether no other process has one of these ports; then none gets them from now on."""
+    """Lock the ports against other processes; returns whether none has one of them."""
     file = _lock_file()
     if file is None:
         return True
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, len(row), row.start)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # the rest: no locks to be had
+        # Any other error: locks are not available.
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True
 
 
@@ -108,9 +109,9 @@ def _unlock(row: range) -> None:
 
 @functools.cache
 def _lock_file() -> int | None:
-    """The descriptor of the locks' file, or None if there is no file that is ours alone.
+    """The descriptor of the lock file, or None if there is no file that only this user can access.
 
-    Opened once: a process that closes any descriptor of a file loses all its locks in it.
+    It is opened once: a process that closes any descriptor of a file loses all its locks in it.
     """
     path = Path(tempfile.gettempdir()) / f"pdconn-ports-{os.getuid()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -130,5 +131,5 @@ def _lowest_ephemeral() -> int:
         lowest = int(_EPHEMERAL.read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError):
         return _FALLBACK
-    # Where the ephemeral range is nearly everything, it cannot be avoided.
+    # An ephemeral range of nearly all ports cannot be avoided.
     return lowest if lowest > _LOWEST + 1000 else _FALLBACK

@@ -1,4 +1,4 @@
-"""A process with all its children: start it, watch it, freeze it, end it.
+"""A process with all its children: starts, monitors, freezes and ends it.
 
 ``keeper.py``, a script between this process and the command, ends the whole tree.
 """
@@ -23,17 +23,17 @@ from transport.closing import Closing
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _MARGIN_S = 30.0
-"""What the keeper may need beyond the grace period of its command."""
+"""Seconds that the keeper may need beyond the grace period of its command."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """The end of a process.
 
     Attributes:
         exit_code: the command's, negative for a signal; None if the keeper was killed.
         killed: processes of its tree that outlived it and had to be killed.
-        seconds: from the request to end until everything was gone.
+        seconds: from the request to end until all processes were gone.
     """
 
     exit_code: int | None
@@ -42,7 +42,7 @@ class Ended:
 
 
 class RunningKeeper(Protocol):
-    """A running keeper, as ``subprocess.Popen`` is one: its pipes, and when it ends."""
+    """A running keeper, with its pipes; ``subprocess.Popen`` implements it."""
 
     @property
     def pid(self) -> int: ...
@@ -56,7 +56,7 @@ class RunningKeeper(Protocol):
 
 
 class Process(Closing):
-    """A command and all that it starts; nothing of it is left after ``close``.
+    """A command and its children; none of them is left after ``close``.
 
     Output is appended to ``log``.  ``grace_s`` is the time between SIGTERM and SIGKILL.
     """
@@ -83,13 +83,13 @@ class Process(Closing):
                 [sys.executable, "-S", str(_KEEPER), str(self._grace_s), str(self.log), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=sink,  # why a command could not be run
+                stderr=sink,  # errors of starting the command
                 env=env,
                 start_new_session=True,
             )
 
     def _read_pid(self) -> int:
-        """The command's pid; raises if it could not be started at all."""
+        """The command's pid; raises if it could not be started."""
         assert self._keeper.stdout is not None
         line = self._keeper.stdout.readline()
         if not line:
@@ -101,13 +101,13 @@ class Process(Closing):
         return int(json.loads(line)["pid"])
 
     def ended(self) -> Ended | None:
-        """How it ended, or None while it runs."""
+        """The end of the command, or None while it runs."""
         if self._ended is None and self._keeper.poll() is not None:
             self._ended = self._read_end(time.monotonic())
         return self._ended
 
     def pause(self) -> None:
-        """Freeze every process of the command's group: it uses no processor time."""
+        """Freeze every process of the command's group: they use no CPU time."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -115,19 +115,19 @@ class Process(Closing):
         os.killpg(self.pid, signal.SIGCONT)
 
     def kill_command(self) -> Ended:
-        """Send SIGKILL to the command; returns once everything is gone."""
+        """Send SIGKILL to the command; returns once all processes are gone."""
         if self.ended() is None:
             with suppress(ProcessLookupError):  # it may have ended meanwhile
                 os.killpg(self.pid, signal.SIGKILL)
         return self.end_all()
 
     def ask_to_end(self) -> None:
-        """Ask the keeper to end everything; do not wait."""
+        """Ask the keeper to end all processes; does not wait."""
         if self._keeper.stdin is not None:
             self._keeper.stdin.close()
 
     def end_all(self) -> Ended:
-        """End everything and wait until it is gone.  A second call returns the same.
+        """End all processes and wait until they are gone.  Idempotent, with the same result.
 
         Raises:
             LeftBehind: a process survived SIGKILL.
@@ -159,30 +159,30 @@ class Process(Closing):
         )
 
     def close(self) -> None:
-        """End everything and wait; see ``end_all``."""
+        """End all processes and wait (``end_all``)."""
         self.end_all()
 
     def tail(self, lines: int = 40) -> str:
-        """The end of its log."""
+        """The end of the log."""
         return tail(self.log, lines)
 
     def cause(self) -> str | None:
-        """The exception that ended it first, see :func:`cause`."""
+        """The exception that ended the command first (:func:`cause`)."""
         return cause(self.log)
 
 
 _VLLM_PREFIX = re.compile(r"^\(\w+[^)]*pid=\d+\) (?:\w+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _RAISED = re.compile(r"^(?:\w+\.)*[A-Z]\w*: \S")
 _CAUSE_BYTES = 1 << 20
-"""How much of a log's end is searched; an engine that dies at its start wrote less than that."""
+"""Bytes searched at a log's end; an engine that dies at its start wrote less."""
 
 
 def cause(log: Path) -> str | None:
-    """The exception that the first traceback of a log ends with; None without a traceback.
+    """The exception at the end of a log's first traceback; None without a traceback.
 
-    A vLLM server consists of processes that each report the failure of the one below, so the end
-    of its log says only that the engine core failed: the first traceback is the cause.  Of chained
-    exceptions it is the last one, which its author raised for a reader.
+    A vLLM server consists of processes that each report the failure of the one below, so the end of
+    its log only reports a failed engine core: the first traceback is the cause.  Of chained
+    exceptions the last one counts, which was raised for a reader.
     """
     try:
         with log.open("rb") as file:
@@ -194,7 +194,7 @@ def cause(log: Path) -> str | None:
     for line in (_VLLM_PREFIX.sub("", line) for line in lines):
         if line.startswith("Traceback (most recent call last)"):
             if found is not None and not in_traceback:
-                break  # another process reports what this one raised
+                break  # another process reports the exception of this one
             in_traceback = True
         elif in_traceback and _RAISED.match(line):
             found, in_traceback = line.strip(), False

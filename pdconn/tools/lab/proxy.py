@@ -30,9 +30,9 @@ def running_proxy(
 ) -> Iterator[str]:
     """Run ``pdconn proxy`` over these URLs and yield its own URL.  Its log is ``proxy.log``.
 
-    It listens on ``port``, and for ``admin_url`` on the port above, both of ``host``.
-    ``args`` are further arguments.  ``within`` is put in front of the command line, such as
-    ``ip netns exec NAME``; ``host`` is then an address there.
+    It listens on ``port``, and for ``admin_url`` on the next one, both on ``host``.  ``args`` are
+    further arguments.  ``within`` is a prefix of the command line, such as ``ip netns exec NAME``;
+    ``host`` is then an address there.
 
     Raises:
         PortInUse, EngineDied, EngineStartTimeout: the process is not left running.
@@ -53,7 +53,7 @@ def running_proxy(
 
 
 def admin_url(url: str) -> str:
-    """The URL of the admin pages and metrics of a proxy that ``running_proxy`` has started."""
+    """The URL of the admin pages and metrics of a proxy started by ``running_proxy``."""
     parts = urlsplit(url)
     return f"http://{parts.hostname}:{(parts.port or 0) + 1}"
 

@@ -1,8 +1,8 @@
-"""How much of the machine other processes used during a measurement.
+"""The CPU time that other processes used during a measurement.
 
-On a shared machine other processes distort a benchmark.  ``/proc/stat`` counts the work of
-every core; work that is not of our own processes is of others, and a round with too much
-of it is repeated.  The rule looks at processor time only, never at the result.
+On a shared machine other processes distort a benchmark.  ``/proc/stat`` counts the work of every
+core; work that is not of our own processes belongs to others, and a round with too much of it is
+repeated.  The rule uses CPU time only, never the result.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdconn.tools.lab.keeper import descendants
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WORK = (0, 1, 2, 5, 6, 7)
-"""user, nice, system, irq, softirq and steal: the columns of ``/proc/stat`` that are work."""
+"""user, nice, system, irq, softirq and steal: the columns of ``/proc/stat`` that count work."""
 
 
 class Neighbours:
-    """Processor time of other processes since this object was made.
+    """CPU time of other processes since this object was created.
 
-    ``ours`` are processes of the measurement; their descendants count as ours too.
+    ``ours``: processes of the measurement; their descendants count as ours too.
     """
 
     def __init__(self, ours: Iterable[int]) -> None:
@@ -32,7 +32,7 @@ class Neighbours:
         self._own = self._own_s()
 
     def share(self) -> float:
-        """Part of all cores that other processes used, 0 to 1."""
+        """Share of all cores that other processes used, 0 to 1."""
         cores = os.cpu_count() or 1
         available = (time.monotonic() - self._began) * cores
         others = _machine_s() - self._machine - (self._own_s() - self._own)

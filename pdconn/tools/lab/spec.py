@@ -2,11 +2,11 @@
 
 Pure: nothing is started or looked up here.
 
-Cores.  On a CPU vLLM binds a worker's OpenMP threads to the cores it is given; its other
-processes are not bound.  By default it gives an engine with a connector *all* cores of a
-small machine, so two engines would compute on the same cores.  ``cpus=(0,)`` for prefill
-and ``cpus=(1,)`` for decode gives each one core; with ``cpus=None`` threads are not
-bound, one per rank, which suits several ranks on few cores.
+Cores.  On a CPU vLLM binds a worker's OpenMP threads to its assigned cores; other processes are not
+bound.  By default an engine with a connector gets *all* cores of a small machine, so two engines
+would compute on the same cores.  ``cpus=(0,)`` for prefill and ``cpus=(1,)`` for decode assigns one
+core to each; with ``cpus=None`` threads are not bound, one per rank, which suits several ranks on
+few cores.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class EngineSpec:
     Attributes:
         name: for messages and the log's file name.
         model: a model's directory, or its name on a hub.
-        port: where it serves HTTP.
-        kv_transfer_config: as vLLM takes it; None for an engine without connector.
-        side_channel_port: where the connector's side channel listens, if it has one.
+        port: HTTP port.
+        kv_transfer_config: in vLLM's form; None for an engine without connector.
+        side_channel_port: port of the connector's side channel, if any.
         layout: KV memory order, e.g. ``BHLNC``; None for vLLM's own choice.
         prefix_caching: whether to reuse KV of earlier requests.
         tensor_parallel: number of ranks.
@@ -45,14 +45,14 @@ class EngineSpec:
         kv_cache_mib: memory for KV, in MiB.
         num_blocks: overrides the number of blocks.
         block_tokens: tokens per block; the CPU's kernels need multiples of 32.
-        max_model_len: longest prompt and answer together, in tokens.
+        max_model_len: maximum tokens of prompt and answer together.
         drain_s: vLLM's shutdown time-out for running requests and its own processes;
             they take about three seconds.
         device: with ``gpu`` vLLM chooses memory, cores and dtype.
         env: further environment variables; they override all others.
         args: further command line arguments.
-        within: put in front of the command line, such as ``ip netns exec NAME``; its ports
-            are then not checked.
+        within: prefix of the command line, such as ``ip netns exec NAME``; its ports are then not
+            checked.
     """
 
     name: str
@@ -87,7 +87,7 @@ class EngineSpec:
             )
 
     def command(self) -> list[str]:
-        """The command line, to be run with this interpreter."""
+        """The command line, for this interpreter."""
         words = [*self.within, sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for option, value in self._options().items():
             words += [f"--{option}", str(value)]
@@ -107,7 +107,7 @@ class EngineSpec:
             "shutdown-timeout": self.drain_s,
         }
         if self.device == "cpu":
-            # With the size given, vLLM does not run the model to find it.
+            # With a given size, vLLM does not run the model to determine it.
             options["kv-cache-memory-bytes"] = self.kv_cache_mib << 20
             options["dtype"] = "float32"
         if self.num_blocks is not None:
@@ -128,8 +128,8 @@ class EngineSpec:
     def environment(self, inherited: Mapping[str, str], cache: Path) -> dict[str, str]:
         """All environment variables; ``inherited`` are those of this process.
 
-        ``cache`` is vLLM's cache folder; without what it keeps about a model's class, a start
-        takes ten seconds more.
+        ``cache`` is vLLM's cache folder; without the cached inspection of the model's class, a
+        start takes ten seconds longer.
         """
         env = {
             name: value for name, value in inherited.items() if not name.startswith(_NOT_INHERITED)
@@ -148,7 +148,7 @@ class EngineSpec:
         if self.layout is not None:
             env |= {"VLLM_KV_CACHE_LAYOUT": self.layout, "PDCONN_CPU_LAYOUTS": "1"}
         if self.device == "cpu":
-            # Otherwise vLLM compiles its samplers at the first request, for half a minute.
+            # Otherwise vLLM compiles its samplers at the first request, which takes half a minute.
             env |= {"TORCHDYNAMO_DISABLE": "1", "PDCONN_FORK_ENGINES": "1"} | self._cores()
         if self.device == "cpu" and self.tensor_parallel > 1:
             env["PDCONN_PATIENT_READERS"] = "1"  # more processes than a small machine has cores

@@ -1,6 +1,6 @@
-"""Progress of engines that start: which are not ready, now and then.
+"""Progress of starting engines: those that are not ready, at intervals.
 
-What an engine logs last is no progress: it is cut anywhere, and most of it is of libraries.
+An engine's last log line is no progress: it may be truncated, and most lines are of libraries.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pdconn.tools.output.progress_line import LogStep
 
 
 class StartingEngines:
-    """A line every ``every_s`` seconds with all engines that are still starting."""
+    """One line every ``every_s`` seconds with all engines that are still starting."""
 
     def __init__(self, log_step: LogStep, every_s: int = 5) -> None:
         self._log_step = log_step
@@ -18,7 +18,7 @@ class StartingEngines:
         self._names: list[str] = []
 
     def show(self, name: str, seconds: float, line: str) -> None:
-        """Once a second for each that starts: ``Progress`` of :mod:`pdconn.tools.lab.engine`."""
+        """Called once a second per starting engine: a ``Progress`` of ``lab.engine``."""
         del line
         if name in self._names:  # a round is complete
             turn = int(seconds) // self._every_s

@@ -1,8 +1,8 @@
-"""What the tools ask OpenAI-compatible servers, and how they read the answers, once.
+"""The tools' requests to OpenAI-compatible servers, and their parsers of the answers.
 
 completions    requests for greedy completions, and their answers, whole or streamed    pure
 served_models  the models that a server lists                                           pure
 async_client   pages and completions of a server over aiohttp
 
-``pdconn.tools.lab.client`` is the same for threads: it blocks, and times its answers.
+``pdconn.tools.lab.client`` is the blocking counterpart for threads, which times its answers.
 """

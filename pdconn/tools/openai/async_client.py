@@ -1,4 +1,4 @@
-"""Pages and completions of one OpenAI-compatible server, over a session of aiohttp."""
+"""Pages and completions of one OpenAI-compatible server, over an aiohttp session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Page:
     """An answer to GET.
 
     Attributes:
-        date: the header of that name.
+        date: the Date header.
         asked_s, answered_s: seconds since the epoch by our clock.
     """
 
@@ -43,7 +43,7 @@ class AsyncClient:
         self._session = session
 
     async def get_page(self, path: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Page:
-        """Get a page, at most a little more than ``max_nbytes`` of it.
+        """Get a page, truncated shortly after ``max_nbytes``.
 
         Raises:
             aiohttp.ClientError, OSError: the server does not answer.
@@ -63,7 +63,7 @@ class AsyncClient:
     async def post_completion(
         self, payload: str, headers: Mapping[str, str] | None = None, **more: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask for a completion; ``more`` is aiohttp's, as ``timeout``.
+        """Request a completion; ``more`` are arguments for aiohttp, such as ``timeout``.
 
         Raises:
             aiohttp.ClientError, OSError: the server does not answer.

@@ -9,7 +9,7 @@ import msgspec
 
 
 class BrokenAnswer(Exception):
-    """A server answered something else than a complete answer of vLLM's form."""
+    """A server did not answer with a complete answer of vLLM's form."""
 
 
 class Logprobs(msgspec.Struct):
@@ -24,8 +24,8 @@ class CompletionChoice(msgspec.Struct):
     """One choice of an answer, or of a chunk of a streamed one.
 
     Attributes:
-        token_ids: None where the server does not report them.
-        finish_reason: why generation stopped; None where it goes on.
+        token_ids: None if the server does not report them.
+        finish_reason: why generation stopped; None while it continues.
     """
 
     text: str = ""
@@ -43,7 +43,7 @@ class Completion(msgspec.Struct):
 
     @property
     def reported_error(self) -> str | None:
-        """What the server reports in place of an answer; None where it reports no error."""
+        """The error that the server reports in place of an answer; None without one."""
         text = bytes(self.error)
         return None if text == b"null" else text[:500].decode(errors="replace")
 
@@ -64,10 +64,10 @@ def completion_request(
 
 
 def read_completion(data: bytes) -> Completion:
-    """Read an answer, or the data of one event.
+    """Parse an answer, or the data of one event.
 
     Raises:
-        BrokenAnswer: it is no such answer.
+        BrokenAnswer: it does not parse.
     """
     try:
         return msgspec.json.decode(data, type=Completion)

@@ -9,7 +9,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model or an adapter; the length is None where the server does not report it."""
+    """A model or an adapter; the length is None if the server does not report it."""
 
     name: str
     max_model_len: int | None = None
@@ -27,10 +27,10 @@ class _Listing(msgspec.Struct):
 
 
 def listed_models(page: bytes) -> tuple[ServedModel, ...]:
-    """All that is listed, in the server's order; entries without a name are left out.
+    """All listed models, in the server's order; entries without a name are skipped.
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is no listing.
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: the page is no list of models.
 
     >>> listed_models(b'{"data": [{"id": "m", "max_model_len": 4096}, {"id": 7}]}')
     (ServedModel(name='m', max_model_len=4096, is_adapter=False),)

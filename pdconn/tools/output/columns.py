@@ -1,4 +1,4 @@
-"""Facts of a row, each described once for the table and for the JSON document.
+"""Values of a row, each described once for the table and for the JSON document.
 
 >>> from types import SimpleNamespace
 >>> columns = [
@@ -31,14 +31,14 @@ def _unchanged(value: Any) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[R]):
-    """One fact of a row of type ``R``.
+    """One value of a row of type ``R``.
 
     Attributes:
-        heading: of the table's column; None: the fact is in the document alone.
-        key: of the document, with dots between levels; None: the fact is in the table alone.
-        value: reads the fact.
-        show: the fact for people.
-        write: the fact for programs.
+        heading: heading in the table; None: the value is in the document only.
+        key: key in the document, with dots between levels; None: the value is in the table only.
+        value: reads the value.
+        show: formats it for the table.
+        write: converts it for the document.
     """
 
     heading: str | None
@@ -49,7 +49,7 @@ class Column(Generic[R]):
 
 
 def of_part(columns: Iterable[Column[P]], part: Callable[[R], P]) -> list[Column[R]]:
-    """Facts of a part, as facts of the row that has the part.
+    """Columns of a part, as columns of the row that has the part.
 
     >>> from operator import attrgetter
     >>> from types import SimpleNamespace

@@ -11,9 +11,9 @@ LogStep = Callable[[str], None]
 
 
 class ProgressLine:
-    """A line on standard error, rewritten in place; nothing without a terminal.
+    """A line on standard error, rewritten in place; no output without a terminal.
 
-    ``shown`` is False where the command prints no progress at all.
+    ``shown``: False if the command prints no progress at all.
     """
 
     def __init__(self, prefix: str = "", *, shown: bool = True) -> None:
@@ -21,7 +21,7 @@ class ProgressLine:
         self.shown = shown and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def show_step(self, text: str) -> None:
-        """Show ``text`` in place of the step before."""
+        """Show ``text`` in place of the previous step."""
         if self.shown:
             print(f"\r\033[K{self._prefix}{text}", end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What every result of a command has."""
+"""The interface of every command's result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Report(Protocol):
     """The result of a command."""
 
     def text(self, width: int | None = None) -> str:
-        """The result for people, in lines of ``width`` characters where that is given."""
+        """The result as text, in lines of ``width`` characters if given."""
 
     def document(self) -> object:
-        """The result for programs: what ``json.dumps`` takes, not rounded."""
+        """The result for ``json.dumps``, not rounded."""

@@ -1,4 +1,4 @@
-"""Tables for terminals: columns of plain text, right-aligned where they are numbers."""
+"""Tables for terminals: columns of plain text, with numbers right-aligned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
     """Lay out ``rows`` under ``headings``; a heading may have several lines.
 
-    ``width``: characters of a line.  What does not fit continues below, under the first column.
+    ``width``: characters of a line.  Further columns continue below, under the first column.
 
     >>> print(table(["tokens", "pull\\nms"], [["1", "0.25"], ["3000", "1.5"]]))
               pull

@@ -1,4 +1,4 @@
-"""Counts, sizes and times for people."""
+"""Counts, sizes and times as text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
 
 
 def scaled(factor: float, form: str) -> Callable[[float], str]:
-    """A function that shows a number times ``factor`` in a format.
+    """A formatter of numbers, multiplied by ``factor``.
 
     >>> scaled(1e3, ",.2f")(0.0125)
     '12.50'
@@ -50,7 +50,7 @@ def scaled(factor: float, form: str) -> Callable[[float], str]:
 
 
 def known(show: Callable[[Any], str], unknown: str = "-") -> Callable[[Any], str]:
-    """``show``, but ``unknown`` for None.
+    """``show``, with ``unknown`` for None.
 
     >>> known(str)(None), known(str)(3)
     ('-', '3')

@@ -1,8 +1,8 @@
-"""Warnings about a pairing: why it is slow, and what would be faster.
+"""Warnings about a pairing: the cause of a slow pull, and a faster alternative.
 
-Causes are computed: one property at a time is changed (a side's layout, the block sizes)
-and the pull is forecast again.  If it becomes faster, the property is a cause, and the
-warning says by how much.
+Causes are computed: one property at a time is changed (a side's layout, the block sizes) and the
+pull is forecast again.  If it becomes faster, the property is a cause, and the warning gives the
+factor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOTABLE = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One warning: ``code`` is its kind for programs, ``text`` is for people."""
+    """One warning: ``code`` is its kind for programs, ``text`` is the message."""
 
     code: str
     text: str
@@ -50,7 +50,7 @@ def _slow_runs(made: Forecast) -> Iterator[Advice]:
 
 
 def is_slow(made: Forecast) -> bool:
-    """Whether descriptors of small runs take most of the time of a decode rank that sets it."""
+    """Whether descriptors of small runs dominate the time of the slowest decode rank."""
     cost = made.busiest.runs * made.link.descriptor_s
     small = 0 < made.busiest.mean_run_nbytes < SMALL_RUN_NBYTES
     return small and made.slowest.side == "decode" and cost > SLOW_SHARE * made.seconds
@@ -71,7 +71,7 @@ def _again(made: Forecast, prefill: EngineShape, decode: EngineShape) -> float:
 
 
 def _causes(made: Forecast) -> Iterator[str]:
-    """What makes the pull slow: each property that alone makes the best pairing slow."""
+    """The causes of a slow pull: properties that alone make the best pairing slow."""
     prefill, decode = made.prefill, made.decode
     best = _equal_blocks(*_best_layouts(made))
     slow = _NOTABLE * _again(made, *best)
@@ -125,7 +125,7 @@ def _remedy(made: Forecast) -> str:
 
 
 def _changes(made: Forecast) -> Iterator[tuple[str, EngineShape, EngineShape]]:
-    """Simple changes first: a later one has to be faster to be preferred."""
+    """Simple changes first: a later one is preferred only if it is faster."""
     prefill, decode = made.prefill, made.decode
     best = _best_layouts(made)
     layout = best[1].layout
@@ -147,7 +147,7 @@ def _changes(made: Forecast) -> Iterator[tuple[str, EngineShape, EngineShape]]:
 
 
 def _served(block_tokens: int) -> int:
-    """The next size of a block that attention kernels read.
+    """The next block size that attention kernels support.
 
     >>> _served(16), _served(17)
     (16, 32)
@@ -156,7 +156,7 @@ def _served(block_tokens: int) -> int:
 
 
 def _best_layouts(made: Forecast) -> tuple[EngineShape, EngineShape]:
-    """Both engines in the layout of the fewest pieces."""
+    """Both engines in the layout with the fewest pieces."""
     return made.prefill.in_best_layout(), made.decode.in_best_layout()
 
 
@@ -190,7 +190,7 @@ def _idle_windows(made: Forecast) -> Iterator[Advice]:
 
 
 def _replicas(made: Forecast) -> Iterator[Advice]:
-    """Heads that several decode ranks hold move once for each rank."""
+    """A warning about heads that several decode ranks hold: they move once per rank."""
     tp = made.decode.tp
     heads = sorted({sort.heads for sort in made.decode.model.attention if sort.heads < tp})
     if heads:
@@ -203,7 +203,7 @@ def _replicas(made: Forecast) -> Iterator[Advice]:
 
 
 def _busy_source(made: Forecast) -> Iterator[Advice]:
-    """With fan-out a prefill rank sends more than any decode rank reads."""
+    """A warning about fan-out: a prefill rank sends more than any decode rank reads."""
     slowest = made.slowest
     if slowest.side == "prefill":
         sent = made.sent[slowest.rank]
@@ -217,7 +217,7 @@ def _busy_source(made: Forecast) -> Iterator[Advice]:
 
 
 def _raised_blocks(made: Forecast) -> Iterator[Advice]:
-    """Blocks that vLLM raises, so that a page of attention holds a state."""
+    """A warning about blocks that vLLM enlarges so that a page of attention holds a state."""
     for side, engine in (("prefill", made.prefill), ("decode", made.decode)):
         raised, asked = engine.attention_block_tokens, engine.block_tokens
         if raised != asked:
@@ -230,7 +230,7 @@ def _raised_blocks(made: Forecast) -> Iterator[Advice]:
 
 
 def _mostly_states(made: Forecast) -> Iterator[Advice]:
-    """A short prompt costs as much as its states do."""
+    """A warning about short prompts, whose states are most of the bytes."""
     if 2 * made.total.state > made.total.nbytes:
         share = made.total.state / made.total.nbytes
         yield Advice(

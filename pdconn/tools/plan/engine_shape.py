@@ -1,7 +1,7 @@
 """The shape of an engine: a model, a layout and its parallelism.
 
-It describes its memory as a real worker does, in ``KVCacheReferences``, one per rank, for
-the planner of real pulls.  Addresses are fictional.
+It describes its memory as a real worker does, in ``KVCacheReferences``, one per rank, for the
+planner of real pulls.  Addresses are fictional.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RANK_SPACING = 1 << 45
 KERNEL_BLOCK_TOKENS = 16
 """Smallest block of most attention kernels."""
 _MLA_STEP_TOKENS = 128
-"""What blocks of a latent beside states are a multiple of."""
+"""Divisor of the blocks of a latent in models with states."""
 _BEST_FIRST = ("BHLNC", "BLHNC", "LBHNC", "BLNHC", "LBNHC", "LHBNC")
 
 
@@ -33,11 +33,10 @@ _BEST_FIRST = ("BHLNC", "BLHNC", "LBHNC", "BLNHC", "LBNHC", "LHBNC")
 class EngineShape:
     """One engine: ``tp`` times ``pp`` ranks that serve ``model``.
 
-    ``layout`` is a memory order, by default the one that vLLM takes with pdconn; ``backend`` the
-    attention backend, if its kernels do not read any layout; ``block_tokens`` the tokens per block
-    of all sorts of layers without a fixed number, before vLLM raises it: where layers keep states,
-    until a page of attention holds a state, and in layouts with layers outermost, until pages are
-    of one size.
+    ``layout`` is a memory order, by default vLLM's choice with pdconn; ``backend`` the attention
+    backend, if its kernels support only some layouts; ``block_tokens`` the tokens per block of all
+    sorts of layers without a fixed number, before vLLM enlarges it: with states, until a page of
+    attention holds a state, and in layouts with layers outermost, until pages have one size.
 
     Raises:
         ShapeError: a value that the model or vLLM does not allow.
@@ -83,7 +82,7 @@ class EngineShape:
             raise ShapeError("layout", f"{_or(offered)}, for {self.backend}", self.layout)
 
     def in_best_layout(self) -> EngineShape:
-        """The same engine in the layout of which pulls have the fewest pieces."""
+        """The same engine in the layout whose pulls have the fewest pieces."""
         offered = (OFFERED[self.backend] if self.backend else None) or LAYOUTS
         possible = [one for one in layouts_of(self._paged, self.tp) if one in offered]
         return replace(self, layout=min(possible, key=_BEST_FIRST.index))
@@ -112,7 +111,7 @@ class EngineShape:
 
     @property
     def attention_block_tokens(self) -> int:
-        """``block_tokens``, raised until a page of attention holds a state."""
+        """``block_tokens``, enlarged until a page of attention holds a state."""
         if not self.model.states or not self.model.attention:
             return self.block_tokens
         token_nbytes = max(
@@ -132,7 +131,7 @@ class EngineShape:
         return self.tp * self.pp
 
     def references(self, num_blocks: int) -> list[KVCacheReferences]:
-        """Memory of every rank, stage by stage; rank ``r`` is tensor-parallel rank ``r % tp``."""
+        """Memory of every rank, by stage; rank ``r`` is tensor-parallel rank ``r % tp``."""
         groups = self.groups
         return [
             build_kv_cache_references(rank_memory(groups, self.layout, num_blocks, place))
@@ -140,7 +139,7 @@ class EngineShape:
         ]
 
     def places(self) -> list[RankPlace]:
-        """What every rank holds of the model, in the order of :meth:`references`."""
+        """Each rank's part of the model, in the order of :meth:`references`."""
         return [
             RankPlace(stage, rank, self.tp, (1 + number * self.tp + rank) * _RANK_SPACING)
             for number, stage in enumerate(pipeline_stages(self.model.num_layers, self.pp))
@@ -153,7 +152,7 @@ class EngineShape:
 
     @property
     def _paged(self) -> list[Paged]:
-        """Every sort, with its block and page before pages are made of one size."""
+        """Every sort, with its block and page before pages are unified."""
         widest = max((self._page_nbytes(sort) for sort in self.model.attention), default=0)
         state_page = max(widest, self.state_nbytes)
         return [
@@ -172,7 +171,7 @@ class EngineShape:
 
 
 def raised_block_tokens(asked: int, state_nbytes: int, token_nbytes: int, is_mla: bool) -> int:
-    """Tokens of a block whose page holds a state, as vLLM's ``_align_hybrid_block_size`` has it.
+    """Tokens of a block whose page holds a state, as in vLLM's ``_align_hybrid_block_size``.
 
     >>> raised_block_tokens(16, 1_000_000, 2048, is_mla=False)
     496
@@ -183,11 +182,10 @@ def raised_block_tokens(asked: int, state_nbytes: int, token_nbytes: int, is_mla
 
 
 def layouts_of(paged: Sequence[Paged], tp: int) -> tuple[str, ...]:
-    """The layouts in which vLLM keeps these pages.
+    """The layouts in which vLLM can keep these pages.
 
-    Pages of one block table lie where those of another do.  If they differ in heads, rows or
-    bytes, each has to be in one piece; if in bytes, with layers outermost, blocks of the smaller
-    are raised.
+    Pages of different block tables overlay each other.  If they differ in heads, rows or bytes,
+    each has to be contiguous; if in bytes, with layers outermost, the smaller blocks are enlarged.
     """
     shapes = {(*_heads_and_rows(one, tp), one.page_nbytes) for one in paged}
     if len(shapes) == 1:
@@ -255,10 +253,10 @@ _KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def parse_engine(text: str, model: ModelShape) -> EngineShape:
-    """An engine from ``tp=4,pp=1,layout=LBHNC,block=16``; all keys have defaults.
+    """Parse an engine from ``tp=4,pp=1,layout=LBHNC,block=16``; all keys have defaults.
 
     Raises:
-        ShapeError: an unknown key (naming the nearest), one given twice, or a wrong value.
+        ShapeError: an unknown key (naming the nearest), a repeated one, or an invalid value.
     """
     given: dict[str, int | str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -1,16 +1,16 @@
-"""What a pull between two engines costs, computed by the planner of real pulls.
+"""The cost of a pull between two engines, computed by the planner of real pulls.
 
-Two engine shapes describe their memory, a request gets blocks on both, and
-``pdconn.planning`` lays out the reads of every decode rank.  Only the time is an
-estimate, that of the slowest rank of either side::
+Two engine shapes describe their memory, a request gets blocks on both, and ``pdconn.planning`` lays
+out the reads of every decode rank.  Only the time is an estimate, that of the slowest rank of
+either side::
 
     decode rank    bytes it reads / bytes per second of its link
                    + its descriptors x seconds per descriptor
     prefill rank   bytes that all decode ranks read from it / bytes per second of its link
     either way     + the round trips of a pull, on the link where they take longer
 
-Decode pulls all but the last token of the prompt, which it recomputes to have something
-to sample from.  Recurrent states move once, whatever the length of the prompt and of the hit.
+Decode pulls all tokens of the prompt except the last, which it recomputes to have an input for
+sampling.  Recurrent states move once, whatever the length of the prompt and of the hit.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from registration.references import AttentionKind
 
 MAX_PROMPT_TOKENS = 1 << 24
 MAX_LAID_OUT_RUNS = 200_000
-"""More runs of a group on a rank are counted instead of laid out."""
+"""Limit of runs of a group on a rank that are laid out; more are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes and runs that a pull moves, and bytes that it does not move.
+    """Bytes and runs that a pull moves, and bytes that it saves.
 
-    ``saved_by_window`` are bytes before every window, ``saved_by_hits`` bytes that decode
-    has cached.  ``state`` are bytes of states, among ``nbytes``.
+    ``saved_by_window`` are bytes before every window, ``saved_by_hits`` bytes that decode has
+    cached.  ``state`` are bytes of states, included in ``nbytes``.
     """
 
     nbytes: int = 0
@@ -69,7 +69,7 @@ class Cost:
 
     @property
     def clipping(self) -> float:
-        """How many times more bytes would move with full attention in every layer."""
+        """The factor by which full attention in every layer would increase the bytes."""
         return 1 + self.saved_by_window / self.nbytes if self.nbytes else 1.0
 
     def pull_seconds(self, link: Link) -> float:
@@ -81,10 +81,9 @@ class Cost:
 class GroupForecast:
     """One KV cache group of decode.
 
-    ``sources`` are the prefill ranks that any decode rank reads from,
-    ``their_block_tokens`` tokens per block there; ``cost`` is of all decode ranks,
-    ``busiest`` of the one that takes longest over the whole pull; ``sent`` are the bytes
-    read from each prefill rank.
+    ``sources`` are the prefill ranks that any decode rank reads, ``their_block_tokens`` tokens per
+    block there; ``cost`` is of all decode ranks, ``busiest`` of the slowest one over the whole
+    pull; ``sent`` are the bytes read from each prefill rank.
     """
 
     number: int
@@ -98,7 +97,7 @@ class GroupForecast:
 
 @dataclass(frozen=True, slots=True)
 class SlowestRank:
-    """The rank whose link sets the time of a pull, on one of the two sides."""
+    """The rank whose link determines the time of a pull, on one of the two sides."""
 
     side: Literal["prefill", "decode"]
     rank: int
@@ -109,8 +108,8 @@ class SlowestRank:
 class Forecast:
     """One pull by every rank of ``decode`` from the ranks of ``prefill``.
 
-    ``link`` is a decode rank's, ``prefill_link`` a prefill rank's.  ``sent`` are the bytes
-    read from each prefill rank, ``received`` the cost of each decode rank's pull.
+    ``link`` is a decode rank's, ``prefill_link`` a prefill rank's.  ``sent`` are the bytes read
+    from each prefill rank, ``received`` the cost of each decode rank's pull.
     """
 
     prefill: EngineShape
@@ -127,7 +126,7 @@ class Forecast:
 
     @property
     def total(self) -> Cost:
-        """What all decode ranks move together."""
+        """The cost of all decode ranks together."""
         return reduce(add, self.received)
 
     @property
@@ -147,13 +146,13 @@ class Forecast:
 
     @property
     def latency_s(self) -> float:
-        """The part of it that no byte takes."""
+        """The part of the time that is independent of bytes."""
         return max(self.link.latency_s, self.prefill_link.latency_s)
 
     @property
     def requests_per_s(self) -> float:
-        """Pulls a second that the slowest rank carries out, one after the other without a pause."""
-        return 1 / self.slowest.seconds  # a token is pulled at least
+        """Pulls per second that the slowest rank can carry out back to back."""
+        return 1 / self.slowest.seconds  # at least one token is pulled
 
     def over(self, link: Link) -> Forecast:
         """The same pull over another link of all ranks."""
@@ -170,7 +169,7 @@ class Forecast:
         )
 
     def seconds_of(self, group: GroupForecast) -> float:
-        """The part of ``slowest`` that is one group's."""
+        """One group's part of ``slowest``."""
         slowest = self.slowest
         if slowest.side == "decode":
             return group.busiest.pull_seconds(self.link)
@@ -189,14 +188,14 @@ def forecast(
     seed: int = 0,
     max_laid_out_runs: int = MAX_LAID_OUT_RUNS,
 ) -> Forecast:
-    """Plan one request's pull for every decode rank, and add up the costs.
+    """Plan one request's pull for every decode rank, and sum the costs.
 
     Args:
         prompt_tokens: tokens of the prompt, all computed by prefill.
         hit_tokens: tokens at its start that decode has cached.
         link: of every decode rank, and of every prefill rank unless ``prefill_link`` is given.
         ids: order of each engine's block ids; random ones are drawn with ``seed``.
-        max_laid_out_runs: runs of a group on a rank that are laid out, not only counted.
+        max_laid_out_runs: maximum runs of a group on a rank that are laid out, not only counted.
 
     Raises:
         ShapeError: the prompt or the hit is too short or too long.
@@ -274,10 +273,10 @@ def _group(
 def _pulled(
     pairing: Pairing, group: int, need: Need, lent: Sequence[BlockList], max_laid_out_runs: int
 ) -> _Pulled:
-    """What one rank pulls of one of its groups.
+    """The part of a pull for one group of one rank.
 
-    Many small runs are counted, not laid out: their columns would not fit in memory.  The
-    number is slightly high, since runs of neighbouring blocks may join.
+    Many small runs are counted, not laid out: their columns would not fit in memory.  The number is
+    slightly high, since runs of neighbouring blocks may merge.
     """
     templates = tuple(one for one in pairing.templates if one.our_group == group)
     sent: Counter[int] = Counter()
@@ -305,7 +304,7 @@ def _num_runs(template: Template, moved: Moved) -> int:
 
 
 def _as_one_run(template: Template) -> Template:
-    """The bytes of every sub-block as one run."""
+    """The template with the bytes of every sub-block as one run."""
     first = slice(0, 1)
 
     def cut(side: Side) -> Side:

@@ -1,4 +1,4 @@
-"""A forecast for people and as JSON.  The document has bytes, counts and seconds, not rounded."""
+"""A forecast as text and as JSON.  The document has bytes, counts and seconds, not rounded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _COST: tuple[Column[Cost], ...] = (
 
 @dataclass(frozen=True)
 class ForecastReport:
-    """A pull between two engines, and what its prompt takes in a store if that was asked for."""
+    """A pull between two engines, and the cost of its prompt in a store if requested."""
 
     made: Forecast
     advice: Sequence[Advice]
@@ -97,7 +97,7 @@ class ForecastReport:
 
 
 def kv_document(model: ModelShape) -> dict[str, Any]:
-    """Bytes of the whole model; of a token, but ``state_bytes`` of a request."""
+    """Bytes per token of the whole model; ``state_bytes`` per request."""
     nbytes = model.token_bytes
     return {
         "dtype": model.kv_dtype,
@@ -140,7 +140,7 @@ def _group_columns(made: Forecast) -> list[Column[GroupForecast]]:
 
 
 def _kind(kind: AttentionKind) -> str:
-    """The kind's name; vLLM calls every state by one sort of them."""
+    """The kind's name; vLLM names every state after one kind of them."""
     return "state" if kind is AttentionKind.STATE else str(kind).removesuffix("_attention")
 
 
@@ -163,7 +163,7 @@ _GROUP: tuple[Column[GroupForecast], ...] = (
 
 
 def _groups(made: Forecast, width: int | None) -> str:
-    """A line for each group, and the sums over them."""
+    """One line per group, and the sums."""
     columns = _group_columns(made)
     rows = [cells(columns, one) for one in made.groups]
     blank = [""] * (len(headings(_GROUP)) - 1)
@@ -223,12 +223,12 @@ _OVER: tuple[Column[Forecast], ...] = (
 
 
 def _menu_of(made: Forecast) -> list[Forecast]:
-    """The same pull over every link that has a name, on both sides."""
+    """The same pull over every named link, on both sides."""
     return [made.over(link) for link in PRESETS]
 
 
 def _menu(made: Forecast, width: int | None) -> str:
-    """A line for each such link; a ``~`` marks what is assumed."""
+    """One line per named link; ``~`` marks assumed numbers."""
     rows = [[*cells(_LINK, over.link), *cells(_OVER, over)] for over in _menu_of(made)]
     found = table([*headings(_LINK), *headings(_OVER)], rows, width)
     return f"{found}\n\n~ assumed, not measured"
@@ -242,7 +242,7 @@ def _marked(link: Link, field: str, number: str) -> str:
 
 
 def _folded(text: str, width: int) -> str:
-    """Lines of prose that are too long are continued; those of tables fit already."""
+    """Prose folded at ``width``; tables already fit."""
     lines = text.split("\n")
     return "\n".join(
         fill(line, width, subsequent_indent="  ") if len(line) > width else line for line in lines

@@ -1,13 +1,13 @@
-"""Which layers share a block table: KV cache groups, as vLLM makes them.
+"""KV cache groups, which share a block table, as vLLM forms them.
 
-Pages of equal size (``_get_kv_cache_groups_uniform_page_size``): every sort is split into
-groups of as many layers as the smallest sort has, or the largest if it is not much larger,
-so that the groups' rows overlay each other without loss::
+Pages of equal size (``_get_kv_cache_groups_uniform_page_size``): every sort is split into groups of
+as many layers as the smallest sort has, or the largest if it is not much larger, so that the
+groups' rows overlay each other without loss::
 
     52 windows, 10 full  ->  six groups of 9 or 8 windows, one of 10 full
 
-Pages of unequal size (``_get_packed_kv_cache_groups``): sorts that keep equal tokens in
-equal blocks share a group, their pages side by side in its rows.
+Pages of unequal size (``_get_packed_kv_cache_groups``): sorts with equal tokens in equal blocks
+share a group, their pages side by side in its rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from registration.references import AttentionKind, KVCacheGroupReference
 class SharedTable:
     """Layers of one sort in one group, and the bytes of each one's page on a rank.
 
-    Of a state the page is as wide as those of attention, and padded behind the state.
+    A state's page is as wide as those of attention, with padding after the state.
     """
 
     sort: Sort
@@ -57,7 +57,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A sort on an engine: its tokens per block and the bytes of a page there."""
+    """A sort on an engine, with its tokens per block and the bytes of a page."""
 
     sort: Sort
     block_tokens: int
@@ -65,7 +65,7 @@ class Paged:
 
     @property
     def key(self) -> tuple[AttentionKind, int | None, int, int]:
-        """What is equal for all layers of a group."""
+        """The properties that are equal for all layers of a group."""
         return self.sort.kind, self.sort.window, self.block_tokens, self.sort.compress_ratio
 
 
@@ -103,7 +103,7 @@ def _split(bucket: list[Paged], number: int, count: int) -> LayerGroup:
 
 
 def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:
-    """Into how many groups each bucket is split.
+    """The number of groups that each bucket is split into.
 
     vLLM pads the smaller sorts up to a ratio of 1.5, and splits the larger ones above it.
     """
@@ -115,9 +115,9 @@ def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:
 def _packed_counts(buckets: Sequence[list[Paged]]) -> list[int]:
     """The number of groups of each bucket, for pages of several sizes.
 
-    A bucket with equally many layers of each page size repeats a pattern.  The largest such
-    bucket of several sizes stays whole, and other such buckets are split to its size.
-    Without one, windows are split so that they do not widen a row.
+    A bucket with equally many layers of each page size repeats a pattern.  The largest such bucket
+    of several sizes stays whole, and other such buckets are split to its size.  Without one,
+    windows are split so that they do not widen a row.
     """
     pages = [_by_page(bucket) for bucket in buckets]
     depth = [max(sizes.values()) for sizes in pages]
@@ -141,7 +141,7 @@ def _packed_counts(buckets: Sequence[list[Paged]]) -> list[int]:
 
 
 def _by_page(bucket: list[Paged]) -> dict[int, int]:
-    """How many layers have a page of each size."""
+    """The number of layers with a page of each size."""
     counts: dict[int, int] = defaultdict(int)
     for one in bucket:
         counts[one.page_nbytes] += len(one.sort.layers)

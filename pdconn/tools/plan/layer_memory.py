@@ -7,10 +7,10 @@ allocation, as in vLLM, and its rows are as wide as those of the widest group::
     BLHNC   group 0   | L0 | L1 | L2 |    group 1   | L3 | L4 |    |
             shares of unequal pages       | L0 | L1 | i0 i1 |      |
 
-vLLM asks every attention backend for the layouts that its kernels read, best first; most read
-any.  Of what all of them offer it takes the connector's preference
-(:data:`~pdconn.planning.layouts.PREFERRED`) if that is among them, and the first otherwise.  Where
-layers keep an MLA latent there is one head, and nothing to prefer.
+vLLM asks every attention backend for the layouts that its kernels support, best first; most support
+any.  Among the common ones it uses the connector's preference
+(:data:`~pdconn.planning.layouts.PREFERRED`) if possible, and the first otherwise.  With an MLA
+latent there is one head, and no preference.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ OFFERED: Mapping[str, tuple[str, ...] | None] = MappingProxyType(
         "ROCM_AITER_UNIFIED_ATTN": ("LBHNC",),
     }
 )
-"""Layouts that the kernels of a backend read, best first; None for any.
+"""Layouts that a backend's kernels support, best first; None for any.
 
-FlashInfer is there twice, as its kernels for data-centre Blackwell read fewer.  Of ROCm's backends
-pdconn takes the first: the others go without their native kernels.
+FlashInfer occurs twice, as its kernels for data-centre Blackwell support fewer.  Of ROCm's backends
+pdconn uses the first: the others run without their native kernels.
 """
 
 
 def chosen_layout(possible: Sequence[str], backend: str, *, is_latent: bool) -> str | None:
-    """What vLLM takes of the layouts that pages can be kept in; None if the backend reads none.
+    """vLLM's choice among the possible layouts of pages; None if the backend supports none.
 
     Args:
-        backend: a key of :data:`OFFERED`; empty for one that reads any layout.
-        is_latent: whether all attention keeps latents, of one head.
+        backend: a key of :data:`OFFERED`; empty for one that supports any layout.
+        is_latent: whether all attention keeps latents, with one head.
 
     >>> chosen_layout(("LBHNC", "LBNHC", "BLHNC"), "", is_latent=False)
     'LBHNC'
@@ -74,8 +74,8 @@ def chosen_layout(possible: Sequence[str], backend: str, *, is_latent: bool) -> 
 class RankPlace:
     """A rank's layers, and its share of the heads.
 
-    ``stage`` are the layers of its pipeline stage; ``base`` the first address of its
-    fictional memory.
+    ``stage`` are the layers of its pipeline stage; ``base`` is the first address of its fictional
+    memory.
     """
 
     stage: range
@@ -84,7 +84,7 @@ class RankPlace:
     base: int
 
     def heads(self, total: int) -> tuple[int, int]:
-        """First head and number of heads held, of ``total``; replicated beyond them."""
+        """First head and number of heads held, out of ``total``; replicated above that."""
         if total >= self.tp:
             return self.tp_rank * total // self.tp, total // self.tp
         return total * self.tp_rank // self.tp, 1
@@ -114,7 +114,7 @@ def rank_memory(
 
 
 def on_stage(group: LayerGroup, stage: range) -> list[SharedTable]:
-    """The shares of a group, of the layers of one pipeline stage; those that have any."""
+    """The non-empty shares of a group within the layers of one pipeline stage."""
     shares = [
         SharedTable(share.sort, tuple(n for n in share.layers if n in stage), share.page_nbytes)
         for share in group.shares
@@ -135,7 +135,7 @@ class _Region:
 
     @property
     def nbytes(self) -> int:
-        """Distance from this share to the next one of the group."""
+        """Distance from this share to the next one in the group."""
         width = self.share.page_nbytes * len(self.share.layers)
         return width if self.layout[0] == "B" else width * self.num_blocks
 
@@ -155,7 +155,7 @@ class _Region:
         ]
 
     def _page(self) -> tuple[tuple[AttentionChunk | StateChunk, ...], dict[str, int]]:
-        """What a page holds, and the strides of the layout's letters."""
+        """The contents of a page, and the strides of the layout's letters."""
         sort = self.share.sort
         if isinstance(sort, StateSort):
             chunks = sort.state.state_chunks(self.place.tp_rank, self.place.tp)

@@ -1,14 +1,14 @@
-"""Recurrent states: the bytes of one, and how tensor parallelism divides it.
+"""Recurrent states: the bytes of one, and its division by tensor parallelism.
 
-A state layer keeps, for each request, a short window of the inputs of its convolution, token by
-token, and behind it the recurrent state.  Both consist of parts that ranks divide::
+A state layer keeps, for each request, a short window of its convolution's inputs, token by token,
+and after it the recurrent state.  Both consist of parts that ranks divide::
 
     Mamba2             window  [ x: heads | B: groups | C: groups ]   state  [ heads ]
     gated delta net    window  [ q: heads | k: heads | v: heads ]     state  [ heads of v ]
     Mamba1             window  [ channels ]                           state  [ channels ]
     short convolution  window  [ channels ]
 
-Sources: vLLM's ``MambaStateShapeCalculator`` and its default order of the window, tokens outside
+Sources: vLLM's ``MambaStateShapeCalculator`` and its default order of the window, tokens outermost
 (``VLLM_SSM_CONV_STATE_LAYOUT=SD``).  Speculative decoding makes windows longer, and is left out.
 """
 
@@ -21,7 +21,7 @@ from math import gcd
 from registration.references import StateChunk
 
 _CHANNEL_PARTS = 960
-"""Channels without heads are divided into so many parts at most: any usual number of ranks."""
+"""Maximum parts of channels without heads: any usual number of ranks divides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Parts:
 
     Attributes:
         count: heads, groups or bundles of channels.
-        nbytes: of one.
-        is_shared: every rank keeps all of them, as of the only group of B and C.
+        nbytes: bytes of one part.
+        is_shared: every rank keeps all of them, such as a single group of B and C.
     """
 
     count: int
@@ -39,11 +39,11 @@ class Parts:
     is_shared: bool = False
 
     def divides_by(self, tp: int) -> bool:
-        """Whether ``tp`` ranks can hold equally many."""
+        """Whether ``tp`` ranks can hold equal numbers."""
         return self.is_shared or self.count % tp == 0
 
     def held(self, tp_rank: int, tp: int) -> tuple[int, int]:
-        """The first part that a rank holds, and how many."""
+        """The first part that a rank holds, and the number of parts."""
         if self.is_shared:
             return 0, self.count
         each = self.count // tp
@@ -52,12 +52,12 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """What one layer keeps of one request.
+    """The state of one layer for one request.
 
     Attributes:
-        window: parts of one token of the convolution's window.
+        window: parts of one token in the convolution's window.
         window_tokens: tokens of the window.
-        recurrent: parts of the state behind it; None where there is none.
+        recurrent: parts of the state after it; None without one.
     """
 
     window: tuple[Parts, ...]
@@ -96,7 +96,7 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True)
 class ItemSizes:
-    """Bytes of one number of the window, and of the state behind it."""
+    """Bytes of one number of the window, and of the state after it."""
 
     window: int
     recurrent: int
@@ -109,7 +109,7 @@ def mamba2(
 
     Args:
         values: heads of x, and their dimension.
-        groups: of B and C, each of ``state_dim``.
+        groups: number for B and C, each of ``state_dim``.
     """
     heads, head_dim = values
     x = Parts(heads, head_dim * sizes.window)
@@ -121,7 +121,7 @@ def mamba2(
 def gated_delta_net(
     keys: tuple[int, int], values: tuple[int, int], kernel: int, sizes: ItemSizes
 ) -> LayerState:
-    """Qwen3-Next and Qwen3.5; Kimi's KDA, where keys are as values.
+    """Qwen3-Next and Qwen3.5; Kimi's KDA, where keys are like values.
 
     Args:
         keys: heads of the queries and of the keys, and their dimension.
@@ -142,6 +142,6 @@ def mamba1(channels: int, state_dim: int, kernel: int, sizes: ItemSizes) -> Laye
 
 
 def short_convolution(channels: int, kernel: int, sizes: ItemSizes) -> LayerState:
-    """LFM2: a window without a state behind it."""
+    """LFM2: a window without a state."""
     bundles = gcd(channels, _CHANNEL_PARTS)
     return LayerState((Parts(bundles, channels // bundles * sizes.window),), kernel - 1)

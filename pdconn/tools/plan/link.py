@@ -1,13 +1,13 @@
 """The bandwidth of a link, the cost of each descriptor of a read, and the round trips of a pull.
 
-A rank that reads needs bytes / bandwidth + descriptors x seconds each, a rank that is read
-bytes / bandwidth of its own link.  A pull waits for three round trips besides: it claims what is
-lent, reads, and asks whether it was lent to the end.
+A reading rank needs bytes / bandwidth + descriptors x seconds each, a rank that is read bytes /
+bandwidth of its own link.  A pull also waits for three round trips: it claims the lease, reads, and
+confirms that the lease lasted.
 
 ``MEASURED`` are medians of NIXL 1.5.1 reads between two processes of one machine, host memory, two
-cores, and their descriptors' cost holds their round trips.  ``ASSUMED`` are what networks promise,
-and each says which of its numbers it assumes.  For other speeds the nominal bandwidth is used, and
-the cost per descriptor is an assumption.
+cores; their descriptors' cost includes round trips.  ``ASSUMED`` are nominal values of networks,
+and each names the numbers that it assumes.  Other speeds use the nominal bandwidth, with an assumed
+cost per descriptor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ROUND_TRIPS = 3
 class Link:
     """The link of one rank.
 
-    ``source`` says where the numbers come from.  ``reader_copies``: the reader's core copies
-    the bytes, so that a rank that is read sets no limit.  ``round_trip_s``: of a small message and
-    its answer; 0 where it is not known.  ``assumed`` names the fields that were not measured.
+    ``source`` is the origin of the numbers.  ``reader_copies``: the reader's core copies the bytes,
+    so that a rank that is read sets no limit.  ``round_trip_s``: for a small message and its
+    answer; 0 if unknown.  ``assumed`` names the fields that were not measured.
 
     Raises:
         ShapeError: the speed is below 1 byte per second, or a cost is negative.
@@ -53,7 +53,7 @@ class Link:
 
     @property
     def latency_s(self) -> float:
-        """What a pull waits for, however short it is."""
+        """The waiting time of a pull, however short it is."""
         return ROUND_TRIPS * self.round_trip_s
 
     def seconds_to_read(self, nbytes: int, descriptors: int) -> float:
@@ -61,14 +61,14 @@ class Link:
         return nbytes / self.bytes_per_s + descriptors * self.descriptor_s
 
     def seconds_to_send(self, nbytes: int) -> float:
-        """Time in which a rank at this link can be read ``nbytes`` bytes; 0 without a limit."""
+        """Minimum time for a rank at this link to be read ``nbytes`` bytes; 0 without a limit."""
         return 0.0 if self.reader_copies else nbytes / self.bytes_per_s
 
 
 _ALL = frozenset({"bytes_per_s", "descriptor_s", "round_trip_s"})
 _ASSUMED_DESCRIPTOR_S = 0.2e-6
 _MEASURED_CUDA_DESCRIPTOR_S = 10.7e-6
-"""UCX 1.23 launches a copy for each run: between two processes of one H100, by ``cuda_ipc``."""
+"""UCX 1.23 launches one copy per run: between two processes of one H100, by ``cuda_ipc``."""
 _MEASURED_TCP_DESCRIPTOR_S = 7e-6
 _MEASURED_TCP_BYTES_PER_S = 6.5e9
 _OF_LINE_RATE = 0.92
@@ -86,7 +86,7 @@ MEASURED: tuple[Link, ...] = (
 
 
 def _rdma(gbit: int) -> Link:
-    """InfiniBand or RoCE, a card for each rank."""
+    """InfiniBand or RoCE, one card per rank."""
     return Link(
         f"rdma-{gbit}",
         _OF_LINE_RATE * gbit * 1e9 / 8,
@@ -98,7 +98,7 @@ def _rdma(gbit: int) -> Link:
 
 
 def _tcp(gbit: int) -> Link:
-    """Ethernet without RDMA: at most what one core moved on loopback."""
+    """Ethernet without RDMA: at most the loopback throughput of one core."""
     line = _OF_LINE_RATE * gbit * 1e9 / 8
     is_core = line > _MEASURED_TCP_BYTES_PER_S
     limit = "what one core moves" if is_core else f"{_OF_LINE_RATE:.0%} of {gbit} Gbit/s"
@@ -132,7 +132,7 @@ _SCALE = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_link(text: str, descriptor_us: float | None = None) -> Link:
-    """A preset's name, or a speed like ``400Gb/s`` (bits) or ``50GB/s`` (bytes).
+    """Parse a preset's name, or a speed like ``400Gb/s`` (bits) or ``50GB/s`` (bytes).
 
     Args:
         descriptor_us: microseconds per descriptor; by default the preset's, or an assumption.

@@ -1,8 +1,8 @@
-"""The KV cache of a model: which layers store which rows, and for how many tokens.
+"""The KV cache of a model: the rows that layers store, and for how many tokens.
 
-Layers that store the same kind of rows are a *sort*.  A uniform model has one sort, a
-hybrid model several, and a layer may belong to more than one: DeepSeek-V4 has a window, a
-compressed history and a compressor's state, with different ``part``::
+Layers that store the same kind of rows are a *sort*.  A uniform model has one sort, a hybrid model
+several, and a layer may belong to more than one: DeepSeek-V4 has a window, a compressed history and
+a compressor's state, with different ``part``::
 
     Gemma 3 27B    52 layers  sliding window 1024   16 heads   512 bytes a row
                    10 layers  full attention        16 heads   512 bytes a row
@@ -26,7 +26,7 @@ MAX_LAYERS = 4096
 
 
 class LayerSort(msgspec.Struct, frozen=True, tag=True):
-    """Layers whose KV cache is of one kind.
+    """Layers with one kind of KV cache.
 
     Attributes:
         layers: indices of the layers in the model, ascending.
@@ -36,14 +36,14 @@ class LayerSort(msgspec.Struct, frozen=True, tag=True):
             tensor-parallel rank keeps whole.
         row_nbytes: bytes of one stored row of one head, K and V together.
         row_tokens: tokens that share a stored row: a compression ratio, usually 1.
-        block_tokens: tokens per block if the model fixes them; None for the engine's.
+        block_tokens: tokens per block if the model fixes them; None to use the engine's.
         part: name of this part of the layer, unique within the layer.
-        compress_ratio: above 1 for what a compressor keeps of tokens that it has yet to
-            compress, in a sliding window that it reads once in so many tokens.
+        compress_ratio: above 1 for rows that a compressor keeps of tokens not compressed yet, in a
+            sliding window that it reads once per so many tokens.
         is_latent: whether rows are MLA latents.
 
     Raises:
-        ShapeError: a value is wrong.
+        ShapeError: a value is invalid.
     """
 
     layers: tuple[int, ...]
@@ -72,7 +72,7 @@ class LayerSort(msgspec.Struct, frozen=True, tag=True):
         _check_layers(self.layers)
 
     def layer_name(self, layer: int) -> str:
-        """The name that peers match layer ``layer`` by.
+        """The name by which peers match layer ``layer``.
 
         >>> LayerSort((0,), AttentionKind.FULL, None, 8, 512).layer_name(0)
         'layers.0.attn'
@@ -81,14 +81,14 @@ class LayerSort(msgspec.Struct, frozen=True, tag=True):
 
 
 class StateSort(msgspec.Struct, frozen=True, tag=True):
-    """Layers that keep a recurrent state of each request.
+    """Layers that keep a recurrent state per request.
 
     Attributes:
-        layers, part: as of a :class:`LayerSort`.
-        state: what one of them keeps.
+        layers, part: as in :class:`LayerSort`.
+        state: the state of one layer.
 
     Raises:
-        ShapeError: a value is wrong.
+        ShapeError: a value is invalid.
     """
 
     layers: tuple[int, ...]
@@ -103,7 +103,7 @@ class StateSort(msgspec.Struct, frozen=True, tag=True):
         _check_layers(self.layers)
 
     def layer_name(self, layer: int) -> str:
-        """The name that peers match layer ``layer`` by."""
+        """The name by which peers match layer ``layer``."""
         return f"layers.{layer}.{self.part}"
 
 
@@ -118,9 +118,10 @@ KV_DTYPES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """What a token takes in the KV cache of the whole model, each head once.
+    """Bytes of a token in the KV cache of the whole model, each head once.
 
-    ``windows`` only while it is in a window; ``states`` once for a request of any length.
+    ``windows`` count only while the token is in a window; ``states`` once for a request of any
+    length.
     """
 
     full: float
@@ -132,11 +133,11 @@ class TokenBytes:
 class ModelShape:
     """A model's name and its sorts of layers.
 
-    ``item_nbytes`` are those of a number in the KV cache, None where rows are packed in a format of
-    the model's own; ``kv_dtype`` is what was asked for.  ``stored_as`` is the type itself, and
-    ``asked_by`` the key of a checkpoint that asks for it under ``auto``, empty where none does.
-    ``numbers_heads``: vLLM says of each layer how many heads the whole model has; without that
-    pdconn refuses tensor parallelism where layers differ in them.
+    ``item_nbytes`` are the bytes of a number in the KV cache, None if rows are packed in a format
+    of the model; ``kv_dtype`` is the requested type.  ``stored_as`` is the type itself, and
+    ``asked_by`` the key of a checkpoint that requests it under ``auto``, if any.
+    ``numbers_heads``: vLLM reports for each layer the heads of the whole model; without that pdconn
+    refuses tensor parallelism if layers differ in them.
 
     Raises:
         ShapeError: no sorts, or a layer whose part is in two of them.
@@ -170,7 +171,7 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What a token takes, on all ranks together and without replicas."""
+        """Bytes of a token, on all ranks together and without replicas."""
         full = windows = 0.0
         for sort in self.attention:
             nbytes = len(sort.layers) * sort.heads * sort.row_nbytes / sort.row_tokens
@@ -188,10 +189,10 @@ class ModelShape:
 
 
 def in_kv_dtype(model: ModelShape, dtype: str) -> ModelShape:
-    """The same model with keys and values of another type; states keep their own.
+    """The model with another type of keys and values; states keep their own.
 
     Raises:
-        ShapeError: no such type, or rows of a format that has no other.
+        ShapeError: an unknown type, or rows in a format with a fixed type.
 
     >>> from pdconn.tools.plan.shapes import built_in
     >>> in_kv_dtype(built_in("llama-3.1-8b"), "fp8").token_bytes.full

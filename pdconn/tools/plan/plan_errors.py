@@ -1,4 +1,4 @@
-"""Errors of bad models, engines and links."""
+"""Errors about invalid models, engines and links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ForecastError(Exception):
 
 
 class ShapeError(FieldError, ForecastError):
-    """``field`` of a model, an engine or a link is wrong."""
+    """``field`` of a model, an engine or a link is invalid."""
 
 
 def _cut(value: object) -> str:
@@ -25,13 +25,13 @@ def _cut(value: object) -> str:
 
 
 class UnreadableConfig(ShapeError):
-    """A key of a ``config.json`` is missing, wrong or not supported."""
+    """A key of a ``config.json`` is missing, invalid or not supported."""
 
     show: ClassVar[Callable[[object], str]] = staticmethod(_cut)
 
 
 def shown(value: object) -> str:
-    """A value of a file, short enough for an error of one line.
+    """A value from a file, shortened for an error of one line.
 
     >>> shown([8] * 80)
     '[8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8...'

@@ -39,7 +39,7 @@ def _mla(name: str, *, layers: int, latent: int, rope: int) -> ModelShape:
 def _state(
     layers: tuple[int, ...], window: int, ratio: int, nbytes: int, *, block_tokens: int, part: str
 ) -> LayerSort:
-    """What compressors of ``ratio`` keep of the tokens in their window."""
+    """The rows that compressors of ``ratio`` keep of the tokens in their window."""
     return LayerSort(
         layers, _WINDOW, window, 1, nbytes, 1, block_tokens, part, compress_ratio=ratio
     )
@@ -96,8 +96,8 @@ def built_in(name: str) -> ModelShape:
     """The built-in shape called ``name``; case, dots, dashes and an owner are ignored.
 
     Raises:
-        ShapeError: no shape has that name; the error names one that is written nearly so, and
-            those that begin so.
+        ShapeError: no shape has that name; the error suggests the nearest one, or those that begin
+            with it.
 
     >>> built_in("google/Gemma 3 27B").name
     'gemma-3-27b'
@@ -110,7 +110,7 @@ def built_in(name: str) -> ModelShape:
 
 
 def _near(wanted: str) -> str:
-    """A model of another size or version is not what was meant: numbers have to agree."""
+    """A suggestion; another size or version of a model is none, so numbers have to agree."""
     longer = [shape.name for shape in SHAPES if wanted and _key(shape.name).startswith(wanted)]
     if longer:
         return f"built-in: {', '.join(longer)}"

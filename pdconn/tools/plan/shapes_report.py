@@ -34,7 +34,7 @@ _SORT: tuple[Column[LayerSort], ...] = (
 
 @dataclass(frozen=True)
 class ShapesReport:
-    """A line for each sort of attention layers of each shape."""
+    """One line per sort of attention layers of each shape."""
 
     shapes: Sequence[ModelShape] = SHAPES
 

@@ -1,9 +1,8 @@
 """Block tables of requests on an engine shape.
 
-Real caches are fragmented: block ids of a request are scattered over the pool, and
-neighbours in the sequence are seldom neighbours in memory.  That is the default.  Ascending
-ids are those of the first request of an empty engine, and runs those after whole requests
-were freed::
+Real caches are fragmented: block ids of a request are scattered over the pool, and neighbours in
+the sequence are seldom neighbours in memory.  That is the default.  Ascending ids are those of the
+first request of an empty engine, and runs those after whole requests were freed::
 
     random      17  3 40  9 22 ...
     runs        16 17 18 ... 23 | 40 41 ... 47 | 8 9 ...
@@ -50,7 +49,7 @@ def block_tables(groups: Sequence[LayerGroup], until: int, ids: Ids, seed: int) 
 def tables_of_requests(
     groups: Sequence[LayerGroup], until: int, ids: Ids, seed: int, requests: int
 ) -> list[Tables]:
-    """As ``block_tables``, for ``requests`` requests that share a pool and no block."""
+    """``block_tables`` for ``requests`` requests that share a pool and no block."""
     spans = [_span(group, until) for group in groups]
     needed = requests * sum(count for _, count in spans)
     num_blocks, pool = _pool(needed, ids, seed)
@@ -78,7 +77,7 @@ def _pool(needed: int, ids: Ids, seed: int) -> tuple[int, NDArray[np.int64]]:
 def _span(group: LayerGroup, until: int) -> tuple[int, int]:
     """First block that the next token still reads, and the number of blocks from there.
 
-    Of a state the last: it holds all that came before.
+    Of a state only the last block, which holds everything before it.
     """
     if group.kind is AttentionKind.STATE:
         return max(0, until - 1) // group.block_tokens, 1

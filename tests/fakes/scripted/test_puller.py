@@ -26,7 +26,7 @@ from transport.testing.inprocess.faults import Late
 from transport.testing.inprocess.transport import InProcessNetwork
 
 BLOCKS = (BlockList(0, (7, 8, 9)),)
-NEED = Need.of(0, 12, BLOCKS)
+NEED = Need.for_range(0, 12, BLOCKS)
 QUIET_S = 0.2
 """Of silence, after which nothing more is reported."""
 

@@ -111,9 +111,9 @@ class Difference(NamedTuple):
 class Windowless(Index):
     """An index that does not hear of windows."""
 
-    def learn(self, name: str, group: int, spec: GroupSpec) -> None:
+    def learn_group(self, name: str, group: int, spec: GroupSpec) -> None:
         if spec.window is None:
-            super().learn(name, group, spec)
+            super().learn_group(name, group, spec)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class World:
         self.index = self.index_kind(eagle_groups=self.shape.eagle_groups)
         self.scorer = Scorer(self.index)
         for name in PODS:
-            self.index.add(name)
+            self.index.add_pod(name)
         if self.introduced:
             self.introduce()
 
@@ -174,7 +174,7 @@ class World:
                 assert batch.num_undecodable == 0
                 for event in batch.events:
                     self.note(event)
-                    self.index.apply(name, event)
+                    self.index.apply_event(name, event)
 
     def note(self, event: object) -> None:
         self.asked["removals"] += isinstance(event, Removed)
@@ -363,7 +363,7 @@ def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
             published = Counter[str]()
             for engine in (p, q, d):
                 counting(engine, published)
-            config = ProxyConfig.of([p.word, q.word], [d.word], port=0, alone_below=8)
+            config = ProxyConfig.from_options([p.word, q.word], [d.word], port=0, alone_below=8)
             async with running_proxy(config) as proxy:
                 await events_applied(client, proxy.admin_url, published)
                 cold = await ask(client, proxy, prompt)

@@ -47,9 +47,9 @@ def states() -> dict[str, dict[str, Any]]:
 class Stateless(Index):
     """An index that does not hear of states."""
 
-    def learn(self, name: str, group: int, spec: GroupSpec) -> None:
+    def learn_group(self, name: str, group: int, spec: GroupSpec) -> None:
         if spec.kind != "mamba":
-            super().learn(name, group, spec)
+            super().learn_group(name, group, spec)
 
 
 @pytest.mark.parametrize("name", states())

@@ -16,7 +16,7 @@ _HEAD = len(frame(b""))
 class _RenewalsLost(FrameFaults):
     """Cuts renewals out of frames, and counts them; a frame of nothing else is dropped."""
 
-    def feed(self, frame_: bytes, now: float) -> list[DelayedFrame]:
+    def pass_frame(self, frame_: bytes, now: float) -> list[DelayedFrame]:
         messages = decode_from_reader(frame_[_HEAD:])
         kept = [message for message in messages if not isinstance(message, Renew)]
         self.counts["renewals_lost"] += len(messages) - len(kept)

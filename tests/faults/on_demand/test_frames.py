@@ -25,8 +25,8 @@ def fed(faults: MessageFaults, frames: list[bytes], times: list[float]) -> list[
     direction = FrameFaults(faults, Random(7))
     out: list[DelayedFrame] = []
     for one, now in zip(frames, times, strict=True):
-        out += direction.feed(one, now)
-    return out + direction.flush(times[-1] if times else 0.0)
+        out += direction.pass_frame(one, now)
+    return out + direction.release_held(times[-1] if times else 0.0)
 
 
 chances = st.floats(0.0, 1.0)
@@ -64,18 +64,21 @@ def test_a_cut_takes_what_is_held_and_a_stall_lets_it_go() -> None:
     ):
         rng = Scripted([0.9] * 7 + [0.0] + [0.1] * 7 + [0.0] + [0.9] * 8)
         direction = FrameFaults(faults, rng)
-        assert direction.feed(b"held", 1.0) == []
+        assert direction.pass_frame(b"held", 1.0) == []
         assert direction.held_until == 1.0 + HOLD_S
-        assert [one.frame for one in direction.feed(b"end", 1.1)] == expected
+        assert [one.frame for one in direction.pass_frame(b"end", 1.1)] == expected
         assert (direction.state, direction.held_until) == (state, None)
-        assert direction.feed(b"more", 1.2) == []
+        assert direction.pass_frame(b"more", 1.2) == []
 
 
 def test_a_late_frame_that_is_overtaken_is_no_earlier_for_it() -> None:
     rng = Scripted([0.9] * 5 + [0.0, 0.0, 0.1] + [0.9] * 8)
     direction = FrameFaults(MessageFaults(delay=0.5, delay_s=5.0, reorder=0.5), rng)
-    assert direction.feed(b"late", 1.0) == []
-    assert direction.feed(b"next", 1.1) == [DelayedFrame(1.1, b"next"), DelayedFrame(6.0, b"late")]
+    assert direction.pass_frame(b"late", 1.0) == []
+    assert direction.pass_frame(b"next", 1.1) == [
+        DelayedFrame(1.1, b"next"),
+        DelayedFrame(6.0, b"late"),
+    ]
 
 
 class Scripted(Random):
@@ -97,15 +100,15 @@ def test_units_lose_and_add_nothing_however_the_stream_is_cut(
     units, seen, at = FrameCutter(), [], 0
     while at < len(stream):
         size = data.draw(st.integers(1, 60))
-        seen += units.feed(stream[at : at + size])
+        seen += units.cut_frames(stream[at : at + size])
         at += size
     assert seen == [frame(body) for body in some]
-    assert b"".join(seen + units.rest()) == stream
+    assert b"".join(seen + units.take_remainder()) == stream
 
 
 @given(st.binary(max_size=300), st.integers(1, 60))
 def test_units_pass_any_bytes_on(stream: bytes, size: int) -> None:
     units, seen = FrameCutter(max_frame=40), []
     for at in range(0, len(stream), size):
-        seen += units.feed(stream[at : at + size])
-    assert b"".join(seen + units.rest()) == stream
+        seen += units.cut_frames(stream[at : at + size])
+    assert b"".join(seen + units.take_remainder()) == stream

@@ -109,8 +109,8 @@ def test_a_source_is_not_read_while_a_mebibyte_waits() -> None:
             with suppress(BlockingIOError):
                 sent += sender.send(data[sent : sent + 8000])
             if pipe.wants_to_read:
-                pipe.receive(0.0)
-            pipe.send(0.0)
+                pipe.read_source(0.0)
+            pipe.send_due(0.0)
             if turn == 1000:
                 assert not pipe.wants_to_read
                 assert pipe.wants_to_write

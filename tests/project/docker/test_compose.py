@@ -316,7 +316,7 @@ def test_an_engine_with_a_fault_is_refused(true: str, false: str, secrets: Path)
 def routers_metrics() -> Exported:
     """All that a router shows, as it registers it."""
     metrics = RouterMetrics(EngineRegistry(["http://p:1"], ["http://d:1"]))
-    metrics.watch(PrefixCaches(), dict, "prefix")
+    metrics.watch_pods(PrefixCaches(), dict, "prefix")
     families: list[Metric] = list(metrics.registry.collect())
     return exported_by(families)
 

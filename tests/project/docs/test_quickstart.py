@@ -106,7 +106,7 @@ def test_our_commands_do_what_they_say(
     else:
         args = _parsed(words)
         if words[0] == "proxy":
-            ProxyConfig.of(args.prefill, args.decode, fleet=args.fleet, port=args.port)
+            ProxyConfig.from_options(args.prefill, args.decode, fleet=args.fleet, port=args.port)
 
 
 def test_our_commands_with_a_fault_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def _compared(version: str, alone: Engine, prefill: Engine, decode: Engine) -> O
     reference, lending, pulling = clients
     problems = []
     for client in clients:
-        said = json.loads(client.get("/version"))["version"]
+        said = json.loads(client.get_text("/version"))["version"]
         if said != version:
             problems.append(f"{client.url}: it is vLLM {said}")
     prompts = make_prompts(_LENGTHS, seed=33)

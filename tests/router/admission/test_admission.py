@@ -68,7 +68,7 @@ class Table:
         self.counts[reason] += 1
 
     def open(self, host: str = "h") -> ClientConnection | None:
-        return self.admission.open(object(), host)  # type: ignore[arg-type]
+        return self.admission.open_connection(object(), host)  # type: ignore[arg-type]
 
     def opened(self, host: str = "h") -> ClientConnection:
         connection = self.open(host)
@@ -169,9 +169,9 @@ def test_bytes_are_given_back_by_the_last_user_and_once() -> None:
         held.grow(6)
         with pytest.raises(Busy, match="6 bytes are held, at most 10"):
             held.grow(5)
-        held.use()
+        held.add_user()
     assert (budget.nbytes, dropped) == (6, [])
-    held.release()
+    held.drop_user()
     assert (budget.nbytes, dropped) == (0, [1])
     with held:
         assert budget.nbytes == 0
@@ -234,4 +234,4 @@ def test_few_of_many_warnings_are_logged_and_the_others_counted(
 )
 def test_settings_without_sense_are_named(settings: dict[str, object], option: str) -> None:
     with pytest.raises(BadSetting, match=f"^{option}: "):
-        ProxyConfig.of(URL, URL, **settings)
+        ProxyConfig.from_options(URL, URL, **settings)

@@ -36,7 +36,7 @@ class Recorder:
         self.statuses: list[Status] = []
         self._changed = asyncio.Event()
 
-    def apply(self, source: EventSource, batch: Batch) -> None:
+    def apply_batch(self, source: EventSource, batch: Batch) -> None:
         for event in batch.events:
             match event:
                 case Stored(hashes=hashes):
@@ -47,7 +47,7 @@ class Recorder:
                     self.blocks.clear()
         self._changed.set()
 
-    def reset(self, source: EventSource, why: str) -> None:
+    def drop_pod(self, source: EventSource, why: str) -> None:
         self.blocks.clear()
         self.resets.append(why)
         self._changed.set()
@@ -86,7 +86,7 @@ async def rig(replay_silence_s: float = PATIENCE_S) -> Any:
     made = Rig(replay_silence_s)
     try:
         await made.publisher.store(1, 2)  # before anybody listens
-        made.subscriber.start()
+        made.subscriber.start_receiving()
         await made.publisher.subscribed.wait()
         await made.sink.state_is(State.LIVE)
         yield made

@@ -47,7 +47,7 @@ def stored(
 
 
 def tell(caches: PrefixCaches, *events: Event, source: EventSource = source()) -> None:  # noqa: B008
-    caches.apply(source, Batch(0.0, list(events)))
+    caches.apply_batch(source, Batch(0.0, list(events)))
 
 
 def held(
@@ -106,7 +106,7 @@ def test_hashes_of_an_unknown_kind_are_logged_once_and_count_for_nothing(caplog)
     tell(caches, stored())  # given up: nothing is tried any more
     assert caches.feeds["a"].scheme is None
     assert held(caches) == {}
-    caches.reset(source(), "another engine")
+    caches.drop_pod(source(), "another engine")
     tell(caches, stored())
     assert held(caches) == {"a": 160}
 
@@ -197,7 +197,7 @@ def test_a_reset_forgets_the_blocks_and_how_they_were_hashed():
     caches = PrefixCaches()
     tell(caches, stored(), stored())
     assert caches.index.num_hashes == 10
-    caches.reset(source(), "it started anew")
+    caches.drop_pod(source(), "it started anew")
     assert caches.index.num_hashes == 0
     assert caches.index.pods["a"].groups == {}
     assert caches.feeds["a"].scheme is None
@@ -213,10 +213,10 @@ def test_forgetting_every_source_leaves_nothing():
         caches.status_changed(one, Status(State.LIVE))
     assert caches.index.num_hashes == 9
     for one in sources[:-1]:
-        caches.forget(one)
+        caches.forget_source(one)
     assert caches.index.num_hashes == 9  # the control: the last one holds them all
-    caches.forget(sources[-1])
-    caches.forget(sources[-1])
+    caches.forget_source(sources[-1])
+    caches.forget_source(sources[-1])
     assert (caches.index.num_hashes, caches.index.pods, caches.feeds) == (0, {}, {})
     assert held(caches) == {}
 

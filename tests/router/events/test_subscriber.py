@@ -154,7 +154,7 @@ def test_without_replay_a_late_joiner_is_incomplete_and_an_early_one_is_not() ->
             await publisher.store(block)
         alone = EventSource("a", 0, source(ports).events, None)
         subscriber = Subscriber(alone, sink)
-        subscriber.start()
+        subscriber.start_receiving()
         try:
             await publisher.subscribed.wait()
             await sink.state_is(State.INCOMPLETE)
@@ -180,7 +180,7 @@ def test_a_sink_that_fails_is_logged_and_nothing_stays_open(
             def fail(source: EventSource, batch: Batch) -> None:
                 raise RuntimeError("the index is broken")
 
-            monkeypatch.setattr(made.sink, "apply", fail)
+            monkeypatch.setattr(made.sink, "apply_batch", fail)
             (task,) = (one for one in asyncio.all_tasks() if "KV events" in one.get_name())
             await made.publisher.store(3)
             await asyncio.wait([task])
@@ -194,11 +194,11 @@ def test_closing_twice_or_before_starting_leaves_nothing_open() -> None:
     async def test() -> None:
         never = Subscriber(source(two_ports()), Recorder())
         await never.close()
-        never.start()
+        never.start_receiving()
         await never.close()
         idle = Subscriber(source(two_ports()), Recorder())
-        idle.start()
-        idle.start()
+        idle.start_receiving()
+        idle.start_receiving()
         await asyncio.sleep(0)
         await idle.close()
         await idle.close()
@@ -216,7 +216,7 @@ def test_subscribers_may_share_a_context() -> None:
         await publisher.store(1)
         both = [Subscriber(source(ports), sink, context=context) for sink in sinks]
         for subscriber in both:
-            subscriber.start()
+            subscriber.start_receiving()
         for sink in sinks:
             await sink.blocks_are(1)
         await asyncio.gather(*(subscriber.close() for subscriber in both))
@@ -263,7 +263,7 @@ def test_vllms_publisher_is_followed_from_the_start_and_across_a_gap(vllm: Any) 
         subscriber = Subscriber(EventSource("a", 0, address.events, address.replay, "kv"), sink)
         for block in range(3):
             publish(block)
-        subscriber.start()
+        subscriber.start_receiving()
         try:
             await sink.blocks_are(0, 1, 2)
             await sink.state_is(State.LIVE)

@@ -62,7 +62,7 @@ def test_a_healthy_publisher_is_followed_without_a_word_about_its_replay(
         sink = Recorder()
         known = EventSource("a", 0, address.events, address.replay if replays else None)
         subscriber = Subscriber(known, sink, replay_silence_s=SILENCE_S)
-        subscriber.start()
+        subscriber.start_receiving()
         try:
             await sink.state_is(State.LIVE if replays else State.INCOMPLETE)
             await asyncio.sleep(SILENCE_S)
@@ -88,7 +88,7 @@ def test_a_replay_that_is_not_answered_is_logged_once(caplog: pytest.LogCaptureF
         publisher = Publisher(ports)
         publisher.answers = False
         subscriber = Subscriber(source(ports), sink, replay_silence_s=SILENCE_S)
-        subscriber.start()
+        subscriber.start_receiving()
         try:
             await publisher.subscribed.wait()
             await sink.state_is(State.INCOMPLETE)
@@ -132,7 +132,7 @@ def silences(
     async def test() -> None:
         known = EventSource("a", 0, source(ports).events, None)
         subscriber = Subscriber(known, Recorder(), computed=more, look_every_s=LOOK_S)
-        subscriber.start()
+        subscriber.start_receiving()
         try:
             for block in range(NUM_LOOKS):
                 if publishes:

@@ -17,7 +17,7 @@ async def reason(url: str) -> str:
     client = EngineClient(connect_timeout_s=5.0)
     try:
         with pytest.raises(ConnectFailed) as failed:
-            await client.get(url, "/health", CIMultiDict())
+            await client.get_page(url, "/health", CIMultiDict())
     finally:
         await client.close()
     return str(failed.value)

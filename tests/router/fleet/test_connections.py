@@ -71,8 +71,8 @@ async def serving(server: Closing) -> AsyncIterator[tuple[EngineClient, str]]:
 
 
 async def post(client: EngineClient, url: str, body: bytes = b"{}", **options: bool) -> bytes:
-    async with await client.post(url, "/", body, CIMultiDict(), **options) as answer:
-        return await answer.rest()
+    async with await client.post_body(url, "/", body, CIMultiDict(), **options) as answer:
+        return await answer.read_rest()
 
 
 # Kept connections
@@ -95,8 +95,8 @@ async def test_a_page_is_asked_for_once_more_too_whatever_is_in_the_pool():
     async with serving(server) as (client, url):
 
         async def get() -> int:
-            async with await client.get(url, "/", CIMultiDict()) as answer:
-                await answer.rest()
+            async with await client.get_page(url, "/", CIMultiDict()) as answer:
+                await answer.read_rest()
                 return answer.status
 
         assert await asyncio.gather(*(get() for _ in range(4))) == [200] * 4
@@ -136,7 +136,7 @@ async def test_an_engine_that_has_gone_meanwhile_may_have_seen_the_request():
         listening.close()
         delivery = Delivery()
         with pytest.raises(ConnectionLost):
-            await client.post(url, "/", b"{}", CIMultiDict(), delivery)
+            await client.post_body(url, "/", b"{}", CIMultiDict(), delivery)
         assert delivery.begun
     finally:
         await client.close()
@@ -182,7 +182,7 @@ def test_the_kernels_time_out_is_not_set():
 
     async def opened() -> int:
         made = EngineSockets()
-        sock = made.open((socket.AF_INET, socket.SOCK_STREAM, 0, "", ()))
+        sock = made.open_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ()))
         try:
             return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         finally:

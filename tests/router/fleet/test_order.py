@@ -126,12 +126,14 @@ def test_the_base_url_of_openai_s_clients_is_answered_with_the_engine_s() -> Non
 )
 def test_a_setting_without_sense_is_refused_with_its_option(settings, field):
     with pytest.raises(BadSetting) as caught:
-        ProxyConfig.of(**{"prefill": ["http://a:1"], "decode": ["http://b:1"], **settings})
+        ProxyConfig.from_options(
+            **{"prefill": ["http://a:1"], "decode": ["http://b:1"], **settings}
+        )
     assert caught.value.field == field
 
 
 def test_one_engine_may_hold_both_roles():
-    config = ProxyConfig.of(["http://a:1"], ["http://a:1/"])
+    config = ProxyConfig.from_options(["http://a:1"], ["http://a:1/"])
     listed = [member for source in config.engines.sources() for member in source.engines]
     assert [member.url for member in listed] == ["http://a:1"] * 2
     assert EngineRegistry.from_members(listed).roles("http://a:1") == tuple(Role)

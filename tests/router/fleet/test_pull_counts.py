@@ -59,14 +59,14 @@ def test_an_engine_that_restarts_begins_anew() -> None:
 
 def test_what_failed_long_ago_is_not_lately() -> None:
     recent, now = RecentPulls(), 0.0
-    assert recent.observe("a", PullCounts(0, 50), now) == PullCounts(0, 0), "before the router"
-    assert recent.observe("a", PullCounts(1, 52), 1.0) == PullCounts(1, 2)
+    assert recent.note_counts("a", PullCounts(0, 50), now) == PullCounts(0, 0), "before the router"
+    assert recent.note_counts("a", PullCounts(1, 52), 1.0) == PullCounts(1, 2)
     assert recent.lately("a") == PullCounts(1, 2)
     for now in range(2, int(WINDOW_S + 3 * STEP_S)):
-        recent.observe("a", PullCounts(1, 52), float(now))
+        recent.note_counts("a", PullCounts(1, 52), float(now))
     assert recent.lately("a") == PullCounts(0, 0)
     assert len(recent._seen["a"]) <= 2 * WINDOW_S / STEP_S
-    recent.keep(("b",))
+    recent.keep_engines(("b",))
     assert recent.lately("a") == PullCounts(0, 0)
     assert not recent._seen
 

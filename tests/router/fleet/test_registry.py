@@ -38,7 +38,7 @@ def test_an_update_says_what_it_changed():
 def test_engines_by_url_and_by_member_are_the_same():
     plain, configured = EngineRegistry([A], [B, C]), EngineRegistry.from_members(fleet(B, C))
     for role in Role:
-        assert plain.of(role) == configured.of(role)
+        assert plain.in_role(role) == configured.in_role(role)
     assert not plain.update(fleet(B, C))
 
 
@@ -46,13 +46,13 @@ def test_an_engine_that_two_members_tell_of_is_offered_once():
     engines = EngineRegistry.from_members(
         [Member(A, P), Member(A, P | D), Member(A, D, draining=True)]
     )
-    assert (engines.of(Role.PREFILL), engines.of(Role.DECODE)) == ((A,), (A,))
+    assert (engines.in_role(Role.PREFILL), engines.in_role(Role.DECODE)) == ((A,), (A,))
     assert engines.is_draining(A)
 
 
 def test_an_engine_that_drains_is_a_member_but_not_offered():
     engines = EngineRegistry.from_members(fleet(B, C, draining=(B,)))
-    assert engines.of(Role.DECODE) == (B, C)
+    assert engines.in_role(Role.DECODE) == (B, C)
     assert engines.live(Role.DECODE) == (C,)
     assert engines.failures(Role.DECODE) == (EngineFailure(B, "draining"),)
     engines.mark_down(B, "refused")

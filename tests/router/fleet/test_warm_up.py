@@ -71,7 +71,7 @@ async def fleet(
 @in_loop
 async def test_every_pair_hands_over_once() -> None:
     async with fleet(2, 3) as f:
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 6
         assert [len(asked(engine)) for engine in f.prefill] == [3, 3]
         assert [len(asked(engine)) for engine in f.decode] == [2, 2, 2]
@@ -84,7 +84,7 @@ async def test_every_pair_hands_over_once() -> None:
 @in_loop
 async def test_each_engine_is_warm_before_any_comes_again() -> None:
     async with fleet(3, 3) as f:
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         firsts = {prompts(engine)[0] for engine in f.prefill}
         assert {prompts(engine)[0] for engine in f.decode} == firsts
 
@@ -100,7 +100,7 @@ async def test_a_pair_whose_pulls_fail_is_not_warm_and_the_cause_is_logged(
     caplog.set_level("WARNING")
     async with fleet(1, 2, limit_s=0.01) as f:
         f.decode[0].pull_fails = UNVERIFIED
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         await until(lambda: f.warm_up.num_warm == 1)  # the other pair
         await until(lambda: len(asked(f.decode[0])) > 2)  # it is tried again
         (line,) = [one.getMessage() for one in caplog.records if "not warm" in one.getMessage()]
@@ -118,7 +118,7 @@ async def test_a_pair_of_which_decode_says_nothing_is_left_alone(
     caplog.set_level("INFO")
     async with fleet(1, 1) as f:
         f.decode[0].metrics_page = "vllm:num_requests_running 0\n"
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 0
         assert not asked(f.prefill[0])
         assert "counts no pulls" in caplog.text
@@ -140,7 +140,7 @@ async def test_counters_that_come_with_the_next_step_are_waited_for() -> None:
             return answer
 
         decode.script = late
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 1
 
 
@@ -152,7 +152,7 @@ async def test_a_decode_that_computes_without_a_try_is_not_warm(
     monkeypatch.setattr(warm_up, "COUNTED_S", 0.05)
     async with fleet(1, 1, limit_s=0.01) as f:
         monkeypatch.setattr(FakeEngine, "pull", lambda engine, seen: None)
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         await until(lambda: "it computed the prompt itself" in caplog.text)
         assert f.warm_up.num_warm == 0
 
@@ -173,7 +173,7 @@ async def test_without_the_option_nobody_is_asked() -> None:
     async with fleet(1, 1, limit_s=None) as f, deployment(1, 1) as d:
         f.warm_up.fleet_changed()
         f.warm_up.engine_up(f.decode[0].url)
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         await asyncio.sleep(0.05)
         assert not any(map(asked, (*f.prefill, *f.decode, *d.prefill, *d.decode)))
 
@@ -188,7 +188,7 @@ async def test_an_engine_that_hangs_holds_nobody_up_for_longer_than_the_limit() 
 
     async with fleet(1, 1, limit_s=0.05) as f:
         f.prefill[0].script = hang
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 0
         released.set()
         await until(lambda: f.warm_up.num_warm == 1)  # it went on meanwhile
@@ -206,7 +206,7 @@ def test_a_failure_is_tried_again(status: int) -> None:
 
         async with fleet(1, 1) as f:
             f.decode[0].script = fail
-            await f.warm_up.wait()
+            await f.warm_up.wait_until_warm()
             assert f.warm_up.num_warm == 1
             assert len(asked(f.decode[0])) == 4
 
@@ -220,7 +220,7 @@ async def test_what_an_engine_refuses_is_not_tried_again() -> None:
 
     async with fleet(1, 2) as f:
         f.decode[0].script = refuse
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 1
         assert len(asked(f.decode[0])) == 1
 
@@ -229,7 +229,7 @@ async def test_what_an_engine_refuses_is_not_tried_again() -> None:
 async def test_an_engine_that_lends_nothing_is_left_alone() -> None:
     async with fleet(1, 1) as f:
         f.prefill[0].lends = False
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 0
         assert not asked(f.decode[0])
         assert not f.sent, "a request through the router would fail, too"
@@ -238,9 +238,9 @@ async def test_an_engine_that_lends_nothing_is_left_alone() -> None:
 @in_loop
 async def test_an_engine_that_comes_back_is_warmed_again_and_no_other() -> None:
     async with fleet(1, 2) as f:
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         f.warm_up.engine_up(f.decode[1].url)
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert [len(asked(engine)) for engine in f.decode] == [1, 2]
 
 
@@ -252,7 +252,7 @@ async def test_one_that_is_down_is_warmed_once_it_is_up() -> None:
         await asyncio.sleep(0.1)
         assert not asked(f.prefill[0]), "it would lend for nothing"
         await f.decode[0].start()
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 1
         assert f.engines.outage(f.decode[0].url) is None, "a warm-up marks nobody down"
 
@@ -260,7 +260,7 @@ async def test_one_that_is_down_is_warmed_once_it_is_up() -> None:
 @in_loop
 async def test_the_table_forgets_engines_that_left() -> None:
     async with fleet(2, 2) as f:
-        await f.warm_up.wait()
+        await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 4
         f.engines.update([])
         f.warm_up.fleet_changed()

@@ -68,7 +68,7 @@ async def test_closing_prefill_at_once_would_lose_the_ticket():
 @in_loop
 async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_names, monkeypatch):
     """The first decode engine is gone, and connecting to it takes its time."""
-    post = EngineClient.post
+    post = EngineClient.post_body
     connecting, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(self, engine, *rest, **options):
@@ -77,7 +77,7 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
             await go_on.wait()
         return await post(self, engine, *rest, **options)
 
-    monkeypatch.setattr(EngineClient, "post", slow)
+    monkeypatch.setattr(EngineClient, "post_body", slow)
     async with deployment(num_decode=2, limits=Limits(patience_s=60.0)) as d:
         gone, alive = d.decode
         alive.checks_names = checks_names

@@ -250,7 +250,7 @@ async def test_an_engine_that_does_not_connect_in_time_is_skipped_ticket_and_all
     url = f"https://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
     async with silent, deployment() as d:
         p, alive = d.prefill[0], d.decode[0]
-        config = ProxyConfig.of([p.url], [url, alive.url], port=0, connect_timeout_s=2.0)
+        config = ProxyConfig.from_options([p.url], [url, alive.url], port=0, connect_timeout_s=2.0)
         async with running_proxy(config) as proxy:
             reply = await d.send(proxy.url + "/v1/completions", b'{"prompt": "x"}')
             assert (reply.status, reply.body) == (200, ANSWER)

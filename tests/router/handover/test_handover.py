@@ -111,7 +111,7 @@ async def test_engines_of_a_role_take_turns():
 async def test_one_engine_can_hold_both_roles():
     async with deployment() as d:
         both = d.prefill[0]
-        async with running_proxy(ProxyConfig.of([both.url], [both.url], port=0)) as proxy:
+        async with running_proxy(ProxyConfig.from_options([both.url], [both.url], port=0)) as proxy:
             assert (await d.send(proxy.url + "/v1/completions", b'{"prompt": "x"}')).body == ANSWER
         assert [seen.body.get("max_tokens") for seen in both.seen] == [1, None]
 
@@ -128,7 +128,7 @@ async def test_another_policy_chooses_instead_and_sees_the_request():
 
     asked = []
     async with deployment(num_decode=2) as d:
-        config = ProxyConfig.of([d.prefill[0].url], [e.url for e in d.decode], port=0)
+        config = ProxyConfig.from_options([d.prefill[0].url], [e.url for e in d.decode], port=0)
         async with running_proxy(config, policy=LastFirst()) as proxy:
             for _ in range(2):
                 await d.send(proxy.url + "/v1/completions", b'{"prompt": "a long prompt"}')

@@ -323,10 +323,10 @@ def test_rests_grow_and_end_with_an_answer():
         seen.append(rests.note_failure("e", now))
         now += seen[-1]
     assert seen == [2.0, 4.0, 8.0, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
-    rests.note_answer("e")
+    rests.note_success("e")
     assert rests.note_failure("e", now) is None
     assert rests.note_failure("e", now, 1e9) == LONGEST_NAMED_S
-    rests.keep(())
+    rests.keep_engines(())
     assert not rests.is_resting("e", now)
 
 

@@ -86,8 +86,8 @@ STREAMS: dict[str, tuple[list[bytes], int | None, bool, int | None]] = {
 def test_the_last_event_counts_where_the_stream_is_cut_behind_its_name() -> None:
     """What followed was taken for a token, since it begins and ends as one."""
     reader = AnswerReader(200, SSE)
-    reader.feed(b"event: message_stop\n")
-    reader.feed(b'data: {"type": "message_stop"}\n\n')
+    reader.read_chunk(b"event: message_stop\n")
+    reader.read_chunk(b'data: {"type": "message_stop"}\n\n')
     assert reader.is_whole
 
 
@@ -99,37 +99,37 @@ def test_a_stream_says_the_same_however_it_is_cut(name: str, data: st.DataObject
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
     reader = AnswerReader(200, SSE)
     for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True):
-        reader.feed(whole[start:stop])
+        reader.read_chunk(whole[start:stop])
     assert [reader.error, reader.is_whole, reader.prompt_tokens] == expected
 
 
 def test_a_body_is_whole_once_all_of_its_length_has_passed() -> None:
     body = json.dumps({"choices": [], "usage": {"prompt_tokens": 9}}).encode()
     reader = AnswerReader(200, {**JSON, "Content-Length": str(len(body))})
-    reader.feed(body[:10])
+    reader.read_chunk(body[:10])
     assert (reader.is_whole, reader.prompt_tokens) == (False, None)
-    reader.feed(body[10:])
+    reader.read_chunk(body[10:])
     assert (reader.is_whole, reader.prompt_tokens) == (True, 9)
 
 
 def test_what_is_kept_is_bounded() -> None:
     reader = AnswerReader(200, SSE)
     for _ in range(40):
-        reader.feed(b"data: " + b"x" * (MOST_NBYTES // 16))
+        reader.read_chunk(b"data: " + b"x" * (MOST_NBYTES // 16))
         assert len(reader._rest or b"") <= MOST_NBYTES
-    reader.feed(b"\n\n" + DONE)
+    reader.read_chunk(b"\n\n" + DONE)
     assert reader.is_whole, "what follows a long event is read"
     long = AnswerReader(200, JSON)
-    long.feed(b'{"usage": {"prompt_tokens": 9}, "x": "' + b"y" * MOST_NBYTES + b'"}')
-    long.end()
+    long.read_chunk(b'{"usage": {"prompt_tokens": 9}, "x": "' + b"y" * MOST_NBYTES + b'"}')
+    long.read_end()
     assert (long.is_whole, long.prompt_tokens) == (True, None)
 
 
 @given(st.binary(max_size=300), st.sampled_from([SSE, JSON, {}]))
 def test_no_bytes_are_too_odd(chunk: bytes, headers: dict[str, str]) -> None:
     reader = AnswerReader(200, headers)
-    reader.feed(chunk)
-    reader.end()
+    reader.read_chunk(chunk)
+    reader.read_end()
     assert reader.is_whole
 
 
@@ -143,8 +143,8 @@ def ended(
     headers: dict[str, str] = JSON,
 ) -> RequestEnd:  # fmt: skip
     reader = AnswerReader(status, headers)
-    reader.feed(body)
-    reader.end()
+    reader.read_chunk(body)
+    reader.read_end()
     return end_of(reader, generates=generates, is_clients_key=clients_key)
 
 

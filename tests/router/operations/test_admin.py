@@ -114,24 +114,26 @@ async def can_connect(host: str, url: str) -> bool:
 @in_loop
 async def test_they_stay_on_loopback_when_the_api_does_not():
     """127.0.0.2 stands for another address of this machine."""
-    config = ProxyConfig.of(*URLS, host="0.0.0.0", port=0)
+    config = ProxyConfig.from_options(*URLS, host="0.0.0.0", port=0)
     async with running_proxy(config) as proxy:
         assert await can_connect("127.0.0.1", proxy.admin_url)
         assert not await can_connect("127.0.0.2", proxy.admin_url)
         assert await can_connect("127.0.0.2", proxy.url)
-    wide = ProxyConfig.of(*URLS, port=0, admin_host="0.0.0.0")
+    wide = ProxyConfig.from_options(*URLS, port=0, admin_host="0.0.0.0")
     async with running_proxy(wide) as proxy:
         assert await can_connect("127.0.0.2", proxy.admin_url)
 
 
 def test_their_port_follows_the_apis_unless_it_is_given():
-    assert ProxyConfig.of(*URLS, port=8000).listen.effective_admin_port == 8000 + ADMIN_ABOVE
-    assert ProxyConfig.of(*URLS, port=0).listen.effective_admin_port == 0
-    assert ProxyConfig.of(*URLS, port=8000, admin_port=0).listen.effective_admin_port == 0
+    assert (
+        ProxyConfig.from_options(*URLS, port=8000).listen.effective_admin_port == 8000 + ADMIN_ABOVE
+    )
+    assert ProxyConfig.from_options(*URLS, port=0).listen.effective_admin_port == 0
+    assert ProxyConfig.from_options(*URLS, port=8000, admin_port=0).listen.effective_admin_port == 0
     with pytest.raises(BadSetting, match=f"--admin-port: .*got {65000 + ADMIN_ABOVE}"):
-        ProxyConfig.of(*URLS, port=65000)
+        ProxyConfig.from_options(*URLS, port=65000)
     with pytest.raises(BadSetting, match="--admin-port"):
-        ProxyConfig.of(*URLS, admin_port=-1)
+        ProxyConfig.from_options(*URLS, admin_port=-1)
 
 
 @in_loop
@@ -139,7 +141,7 @@ async def test_an_admin_port_in_use_names_its_option_and_leaves_the_other_free()
     [port] = free_ports(1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         admin_port = taken.getsockname()[1]
-        config = ProxyConfig.of(*URLS, port=port, admin_port=admin_port)
+        config = ProxyConfig.from_options(*URLS, port=port, admin_port=admin_port)
         with pytest.raises(CannotListen, match=f"port {admin_port}: .*in use.*--admin-port"):
             async with running_proxy(config):
                 pass

@@ -163,7 +163,7 @@ async def test_the_last_tickets_wait_no_longer_than_they_may():
 
 def test_a_delay_that_makes_no_sense_is_refused():
     with pytest.raises(BadSetting, match="--drain-delay"):
-        ProxyConfig.of(["http://p:1"], ["http://d:1"], drain_delay_s=-1.0)
+        ProxyConfig.from_options(["http://p:1"], ["http://d:1"], drain_delay_s=-1.0)
 
 
 @in_loop

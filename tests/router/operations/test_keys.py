@@ -138,7 +138,7 @@ def test_an_option_that_needs_another_names_it():
         ({"port": 8000, "admin_port": 8000}, "--admin-port"),
     ):
         with pytest.raises(BadSetting) as caught:
-            ProxyConfig.of(*URLS, **settings)
+            ProxyConfig.from_options(*URLS, **settings)
         assert caught.value.field == option
 
 
@@ -188,7 +188,7 @@ async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path, 
     authority = Authority(tmp_path / "ca")
     files = authority.sign("proxy", "127.0.0.1")
     keys = key_file(tmp_path)
-    config = ProxyConfig.of(
+    config = ProxyConfig.from_options(
         *URLS, port=0, api_key_file=keys, tls_cert=files.cert, tls_key=files.key
     )
     async with running_proxy(config) as proxy, aiohttp.ClientSession() as client:
@@ -231,7 +231,7 @@ async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path, 
 )
 def test_a_bad_certificate_names_its_option(tmp_path, change, message):
     files = Authority(tmp_path / "ca").sign("proxy", "127.0.0.1")
-    config = ProxyConfig.of(*URLS, tls_cert=files.cert, tls_key=files.key)
+    config = ProxyConfig.from_options(*URLS, tls_cert=files.cert, tls_key=files.key)
     assert config.listen.make_tls() is not None
     change(files)
     with pytest.raises(BadSetting, match=message):
@@ -242,7 +242,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path):
     authority = Authority(tmp_path / "ca")
     one, two = authority.sign("one", "127.0.0.1"), authority.sign("two", "127.0.0.1")
     with pytest.raises(BadSetting, match=f"--tls-key: expected the key of {one.cert}"):
-        ProxyConfig.of(*URLS, tls_cert=one.cert, tls_key=two.key).listen.make_tls()
+        ProxyConfig.from_options(*URLS, tls_cert=one.cert, tls_key=two.key).listen.make_tls()
 
 
 # The warning
@@ -262,7 +262,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path):
     ],
 )
 def test_a_listener_that_others_reach_unprotected_is_warned_of(settings, warned, caplog):
-    _warn_of_exposure(ProxyConfig.of(*URLS, **settings))
+    _warn_of_exposure(ProxyConfig.from_options(*URLS, **settings))
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(warned)
     assert all(words in line for words, line in zip(warned, lines, strict=True))

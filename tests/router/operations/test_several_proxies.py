@@ -20,7 +20,7 @@ NUM_PROXIES = 3
 
 async def twin(stack: AsyncExitStack, d, **settings):
     """Another proxy that is started as the first one was."""
-    config = ProxyConfig.of(
+    config = ProxyConfig.from_options(
         d.proxy.config.engines.prefill, d.proxy.config.engines.decode, port=0, **settings
     )
     return await stack.enter_async_context(running_proxy(config))

@@ -41,7 +41,7 @@ def test_a_name_that_does_not_resolve_ends_the_wait(dns):
     @in_loop
     async def scene():
         async with deployment() as d:
-            config = ProxyConfig.of([NAME], [d.decode[0].url], port=0, wait_s=0.1)
+            config = ProxyConfig.from_options([NAME], [d.decode[0].url], port=0, wait_s=0.1)
             with pytest.raises(EnginesMissing, match="no prefill engine") as caught:
                 async with running_proxy(config, limits=QUICK):
                     pytest.fail("it cannot serve")
@@ -57,7 +57,7 @@ def test_a_name_that_resolves_in_time_is_waited_for(dns):
     async def scene():
         async with deployment() as d:
             named = NAME.replace("prefill.test:8000", f"prefill.test:{d.prefill[0].port}")
-            config = ProxyConfig.of([named], [d.decode[0].url], port=0, wait_s=20.0)
+            config = ProxyConfig.from_options([named], [d.decode[0].url], port=0, wait_s=20.0)
             ready = []
 
             def note(one):
@@ -82,7 +82,7 @@ async def test_a_fleet_file_without_a_role_ends_the_wait(tmp_path):
         path.write_text(
             f'[[engine]]\nurl = "{d.prefill[0].url}"\nroles = ["prefill"]\n', encoding="utf-8"
         )
-        config = ProxyConfig.of([], [], fleet=str(path), port=0, wait_s=0.1)
+        config = ProxyConfig.from_options([], [], fleet=str(path), port=0, wait_s=0.1)
         with pytest.raises(EnginesMissing, match=f"{path}: no decode engine"):
             async with running_proxy(config, limits=QUICK):
                 pytest.fail("it cannot serve")

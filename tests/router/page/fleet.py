@@ -142,7 +142,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
             prefill.entry("prefill") + decode.entry("decode") + busy.entry("decode"),
             encoding="utf-8",
         )
-        config = ProxyConfig.of(
+        config = ProxyConfig.from_options(
             [], [], fleet=str(path), port=0, alone_below=ALONE_BELOW, drain_timeout_s=1.0
         )
         client = await stack.enter_async_context(aiohttp.ClientSession())

@@ -28,7 +28,7 @@ def anew(tokens: list[int], extras: Extras = NOTHING, scheme: HashScheme = SCHEM
 def work(chains: Chains, tokens: list[int], extras: Extras = NOTHING) -> tuple[int, int]:
     """Blocks reused and computed for a prompt, whose hashes have to be right."""
     before = chains.blocks_reused, chains.blocks_computed
-    assert chains.of(tokens, extras) == anew(tokens, extras)
+    assert chains.hashes_of(tokens, extras) == anew(tokens, extras)
     return chains.blocks_reused - before[0], chains.blocks_computed - before[1]
 
 
@@ -62,7 +62,7 @@ def test_hashes_are_those_computed_anew_and_the_bound_holds(
     chains = Chains(scheme, max_tokens=max_tokens)
     num_blocks = 0
     for tokens, extras in requests:
-        assert chains.of(tokens, extras) == anew(tokens, extras, scheme)
+        assert chains.hashes_of(tokens, extras) == anew(tokens, extras, scheme)
         num_blocks += len(tokens) // block_tokens
         assert chains.num_tokens <= max_tokens
     assert chains.blocks_reused + chains.blocks_computed == num_blocks
@@ -77,7 +77,7 @@ def test_no_block_is_computed_twice_while_there_is_room(
     chains = Chains(scheme, max_tokens=10**6)
     seen: set[int] = set()
     for tokens, extras in requests:
-        chains.of(tokens, extras)
+        chains.hashes_of(tokens, extras)
         seen.update(anew(tokens, extras, scheme))
         assert chains.blocks_computed == len(seen)
         assert chains.num_tokens == len(seen) * block_tokens
@@ -186,7 +186,7 @@ def test_a_prompt_beyond_the_bound_is_hashed_and_drives_nothing_out() -> None:
 def test_remembered_tokens_are_not_the_callers() -> None:
     chains = Chains(SCHEME, max_tokens=100)
     tokens = np.arange(40, dtype=np.int32)
-    chains.of(tokens)
+    chains.hashes_of(tokens)
     tokens[:] = 7
     assert work(chains, [7] * 40) == (0, 10)
     assert work(chains, list(range(40))) == (10, 0)
@@ -201,14 +201,14 @@ def test_no_room_means_no_memory() -> None:
 
 def test_prompts_without_a_full_block_have_no_hashes() -> None:
     chains = Chains(SCHEME, max_tokens=100)
-    assert chains.of([]) == chains.of([1, 2, 3]) == []
+    assert chains.hashes_of([]) == chains.hashes_of([1, 2, 3]) == []
     assert chains.num_tokens == 0
 
 
 def test_what_cannot_be_hashed_is_refused_and_nothing_is_remembered() -> None:
     chains = Chains(SCHEME, max_tokens=100)
     with pytest.raises(BadPrompt, match="tokens: expected integers"):
-        chains.of([1] * 39 + [2**31])
+        chains.hashes_of([1] * 39 + [2**31])
     assert work(chains, [1] * 40) == (0, 10)
     with pytest.raises(ValueError, match="max_tokens: expected at least 0, got -1"):
         Chains(SCHEME, max_tokens=-1)

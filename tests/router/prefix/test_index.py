@@ -11,42 +11,42 @@ from tests.fakes.routed import ASKED, PROMPT, fleet
 
 def test_a_block_is_held_until_its_last_copy_is_gone() -> None:
     index = Index()
-    index.store("a", 0, "gpu", [1, 2])
-    index.store("a", 0, "gpu", [1, 2])
-    index.store("a", 1, "gpu", [1])
-    index.store("a", 0, "gpu", [1])
+    index.store_blocks("a", 0, "gpu", [1, 2])
+    index.store_blocks("a", 0, "gpu", [1, 2])
+    index.store_blocks("a", 1, "gpu", [1])
+    index.store_blocks("a", 0, "gpu", [1])
     assert index.pods["a"].num_blocks == 3
     for _ in range(2):
-        index.remove("a", 0, "gpu", [1])
+        index.remove_blocks("a", 0, "gpu", [1])
         assert index.held_by("a", [1, 2]) == {(0, "gpu"): [1, 2], (1, "gpu"): [1]}
-    index.remove("a", 0, "gpu", [1])
+    index.remove_blocks("a", 0, "gpu", [1])
     assert index.held_by("a", [1, 2]) == {(0, "gpu"): [2], (1, "gpu"): [1]}
-    index.clear("a")
-    index.store("a", 0, "gpu", [2])
-    index.remove("a", 0, "gpu", [2])
+    index.clear_pod("a")
+    index.store_blocks("a", 0, "gpu", [2])
+    index.remove_blocks("a", 0, "gpu", [2])
     assert (index.num_hashes, list(index.planes()), index.pods["a"].copies) == (0, [], {})
 
 
 def test_a_store_has_no_copies() -> None:
     """What two engines tell of one shelf, or one engine tells twice, is one row."""
     index = Index()
-    index.store("a", 0, "storage", [1])
-    index.store("a", 0, "storage", [1])
-    index.remove("a", 0, "storage", [1])
+    index.store_blocks("a", 0, "storage", [1])
+    index.store_blocks("a", 0, "storage", [1])
+    index.remove_blocks("a", 0, "storage", [1])
     assert index.num_hashes == 0
 
 
 def test_a_block_that_may_be_repeated_is_gone_with_one_removal() -> None:
     """vLLM's ``full`` report mode repeats what is held; a client can ask an engine for it."""
     index = Index(counts_copies=False)
-    index.store("a", 0, "gpu", [1, 2])
-    index.store("a", 0, "gpu", [1, 2])
+    index.store_blocks("a", 0, "gpu", [1, 2])
+    index.store_blocks("a", 0, "gpu", [1, 2])
     assert index.pods["a"].num_blocks == 2
-    index.remove("a", 0, "gpu", [1])
+    index.remove_blocks("a", 0, "gpu", [1])
     assert index.held_by("a", [1, 2]) == {(0, "gpu"): [2]}
-    index.remove("a", 0, "gpu", [1])  # the other copy, if there was one
+    index.remove_blocks("a", 0, "gpu", [1])  # the other copy, if there was one
     assert index.pods["a"].unknown_removals == 1
-    index.remove("a", 0, "gpu", [2])
+    index.remove_blocks("a", 0, "gpu", [2])
     assert (index.num_hashes, list(index.planes())) == (0, [])
 
 

@@ -21,15 +21,15 @@ def test_a_pod_whose_hits_end_nowhere_leaves_others_theirs() -> None:
     """Its blocks have a common multiple beyond 64 bits, and rows in a store."""
     index = Index()
     for name in ("odd", "plain"):
-        index.add(name)
+        index.add_pod(name)
     sizes = [MAX_BLOCK_TOKENS - BLOCK * odd for odd in (1, 3, 5, 7, 9)]
     assert math.lcm(*sizes) > 1 << 64
     for group, size in enumerate(sizes):
-        index.learn("odd", group, GroupSpec("full_attention", None, size))
+        index.learn_group("odd", group, GroupSpec("full_attention", None, size))
     index.learn_row("odd", 64)
-    index.store("odd", 0, STORED, HASHES)
-    index.learn("plain", 0, GroupSpec("full_attention", None, BLOCK))
-    index.store("plain", 0, "gpu", HASHES)
+    index.store_blocks("odd", 0, STORED, HASHES)
+    index.learn_group("plain", 0, GroupSpec("full_attention", None, BLOCK))
+    index.store_blocks("plain", 0, "gpu", HASHES)
     hits = Scorer(index).score(Prompt(HASHES, 100, BLOCK))
     assert (hits["odd"].blocks, hits["plain"].blocks) == (0, len(HASHES))
 

@@ -75,15 +75,15 @@ def test_a_hash_takes_as_many_bytes_as_we_say() -> None:
 
 def test_a_pod_is_believed_to_hold_so_many_blocks_and_no_more() -> None:
     index = Index(max_blocks=100)
-    index.store("liar", 0, "gpu", range(1000))
-    index.store("liar", 1, "gpu", range(1000))
-    index.store("honest", 0, "gpu", range(50))
+    index.store_blocks("liar", 0, "gpu", range(1000))
+    index.store_blocks("liar", 1, "gpu", range(1000))
+    index.store_blocks("honest", 0, "gpu", range(50))
     liar = index.pods["liar"]
     assert (liar.num_blocks, liar.refused) == (100, 1900)
     assert index.num_hashes == 100
     assert index.pods["honest"].num_blocks == 50
-    index.remove("liar", 0, "gpu", range(1000))
+    index.remove_blocks("liar", 0, "gpu", range(1000))
     assert (liar.num_blocks, liar.unknown_removals) == (0, 900)
     assert index.num_hashes == 50
-    index.drop("honest")
+    index.drop_pod("honest")
     assert index.num_hashes == 0

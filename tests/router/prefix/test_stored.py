@@ -29,9 +29,9 @@ WINDOW = GroupSpec("sliding_window", 32, 16)
 def index(gpu: Iterable[int] = (), stored: Iterable[int] = (), *, row: int | None = 64) -> Index:
     """A pod of one group with these blocks, by their numbers."""
     made = Index()
-    made.learn("a", 0, FULL)
-    made.store("a", 0, "gpu", [HASHES[one] for one in gpu])
-    made.store("a", 0, STORED, [HASHES[one] for one in stored])
+    made.learn_group("a", 0, FULL)
+    made.store_blocks("a", 0, "gpu", [HASHES[one] for one in gpu])
+    made.store_blocks("a", 0, STORED, [HASHES[one] for one in stored])
     if row is not None:
         made.learn_row("a", row)
     return made
@@ -55,23 +55,23 @@ def test_a_block_on_both_weighs_as_on_the_gpu() -> None:
 def test_whatever_lies_outside_the_engine_is_loaded_and_weighs_less(medium: str) -> None:
     """A bucket and a disk weighed as the GPU's memory, and counted as what an engine can lend."""
     made = index(range(2), row=None)
-    made.store("a", 0, medium, HASHES[2:8])
+    made.store_blocks("a", 0, medium, HASHES[2:8])
     found = hit(made)
     assert (found.tokens, found.loaded_tokens, found.own_tokens) == (128, 96, 32)
     assert found.score == 2 + 6 * DEFAULT_WEIGHTS[medium] < 2 + 6 * DEFAULT_WEIGHTS["cpu"]
     control = index(range(2), row=None)
-    control.store("a", 0, "cpu", HASHES[2:8])
+    control.store_blocks("a", 0, "cpu", HASHES[2:8])
     assert hit(control).own_tokens == 128
 
 
 def test_a_removal_from_one_medium_leaves_the_other() -> None:
     made = index(range(8), range(8))
-    made.remove("a", 0, STORED, HASHES[:8])
+    made.remove_blocks("a", 0, STORED, HASHES[:8])
     assert hit(made) == Hit(8, 128, 8.0)
     made = index(range(8), range(8))
-    made.remove("a", 0, "gpu", HASHES[:8])
+    made.remove_blocks("a", 0, "gpu", HASHES[:8])
     assert hit(made) == Hit(8, 128, 4.0, loaded_tokens=128)
-    made.remove("a", 0, STORED, HASHES[:8])
+    made.remove_blocks("a", 0, STORED, HASHES[:8])
     assert (hit(made).tokens, made.pods["a"].num_blocks, made.num_hashes) == (0, 0, 0)
 
 
@@ -99,14 +99,14 @@ def test_a_row_at_the_prompts_very_end_is_not_loaded() -> None:
 
 def test_windows_count_on_any_medium() -> None:
     made = index(range(2), range(8))
-    made.learn("a", 1, WINDOW)
+    made.learn_group("a", 1, WINDOW)
     assert hit(made).tokens == 0
-    made.store("a", 1, "gpu", HASHES[:2])
+    made.store_blocks("a", 1, "gpu", HASHES[:2])
     assert hit(made).tokens == 32
-    made.store("a", 1, STORED, HASHES[6:8])
+    made.store_blocks("a", 1, STORED, HASHES[6:8])
     assert hit(made).tokens == 128
-    made.remove("a", 1, STORED, HASHES[7:8])
-    made.store("a", 1, "gpu", HASHES[7:8])
+    made.remove_blocks("a", 1, STORED, HASHES[7:8])
+    made.store_blocks("a", 1, "gpu", HASHES[7:8])
     assert hit(made).tokens == 128
 
 
@@ -122,8 +122,8 @@ def test_it_is_explained_what_cut_a_hit_on_stored_blocks() -> None:
     )  # fmt: skip
     assert cut(index((), range(8)))[:3] == (0, "full_attention", 128)
     made = index(range(5), range(5))
-    made.learn("a", 1, WINDOW)
-    made.store("a", 1, STORED, HASHES[:5])
+    made.learn_group("a", 1, WINDOW)
+    made.store_blocks("a", 1, STORED, HASHES[:5])
     assert cut(made) == (
         1, "sliding_window", 64,
         "a hit that ends at token 80 needs blocks 3 to 4, and block 4 is missing outside the store",
@@ -135,7 +135,7 @@ def test_it_is_told_how_much_of_a_hit_is_stored_only() -> None:
     assert stored_blocks(made, PROMPT, "a", hit(made)) == 5
     assert stored_blocks(made, PROMPT, "a", Hit(0, 0, 0.0)) == 0
     assert made.pods["a"].num_stored == 7
-    made.clear("a")
+    made.clear_pod("a")
     assert made.pods["a"].num_stored == 0
 
 
@@ -150,7 +150,7 @@ def stored_event(blocks: slice, group: int = 0, **fields: Any) -> dict[str, Any]
 
 def feed(made: Index, *events: dict[str, Any]) -> None:
     for event in decode_batch(msgspec.msgpack.encode([1.0, list(events), None])).events:
-        made.apply("a", event)
+        made.apply_event("a", event)
 
 
 def test_the_row_is_learned_from_events_of_full_attention_alone() -> None:
@@ -169,13 +169,13 @@ def test_a_pod_that_is_learned_anew_has_no_stored_blocks_either() -> None:
     caches, source = PrefixCaches(), EventSource("a", 0, "tcp://nowhere:1", None)
     events = [stored_event(slice(0, 4)), stored_event(slice(0, 4), medium="GPU")]
     batch = decode_batch(msgspec.msgpack.encode([1.0, events, None]))
-    caches.apply(source, batch)
+    caches.apply_batch(source, batch)
     assert set(caches.index.planes()) == {(0, STORED), (0, "gpu")}
-    caches.reset(source, "a gap")
+    caches.drop_pod(source, "a gap")
     assert (set(caches.index.planes()), caches.index.pods["a"].row_tokens) == (set(), None)
-    caches.apply(source, batch)
+    caches.apply_batch(source, batch)
     cleared = msgspec.msgpack.encode([2.0, [{"type": "AllBlocksCleared"}], None])
-    caches.apply(source, decode_batch(cleared))
+    caches.apply_batch(source, decode_batch(cleared))
     assert caches.index.num_hashes == 0
 
 
@@ -214,7 +214,7 @@ def replay(made: Index, steps: Steps) -> set[tuple[int, str, int]]:
 
 
 def agrees(made: Index, steps: Steps) -> bool:
-    made.add("a")
+    made.add_pod("a")
     held = replay(made, steps)
     found = made.held_by("a", HASHES)
     media = {(group, medium, block) for (group, medium), some in found.items() for block in some}
@@ -231,10 +231,12 @@ def test_each_medium_holds_what_was_stored_there_and_not_removed_since(steps: St
 class _AllMedia(Index):
     """A removal from the store takes the block from the GPU too."""
 
-    def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+    def remove_blocks(
+        self, name: str, group: int | None, medium: str, hashes: Iterable[int]
+    ) -> None:
         gone = list(hashes)
-        super().remove(name, group, medium, gone)
-        super().remove(name, group, "gpu", gone)
+        super().remove_blocks(name, group, medium, gone)
+        super().remove_blocks(name, group, "gpu", gone)
 
 
 def test_an_index_that_drops_the_gpu_with_the_store_is_noticed() -> None:

@@ -32,14 +32,14 @@ async def pulling(pull_above: int | None = 64, **settings: Any) -> AsyncIterator
 def teach(planner: PullPlanner, engine: FakeEngine) -> None:
     """It takes 2 s for the prompts of these tests."""
     for tokens, seconds in ((0, 0.0), (HELD, 2.0)) * 8:
-        planner.computed(engine.url, tokens, seconds, time.monotonic())
+        planner.note_computed(engine.url, tokens, seconds, time.monotonic())
 
 
 def num_learned(f: Fleet) -> list[int]:
     """How often each prefill engine was seen computing."""
     assert f.router.pulls is not None
     lines = f.router.pulls.chooser.computing
-    return [lines.of(engine.url, time.monotonic()).num_seen for engine in f.prefill]
+    return [lines.line_of(engine.url, time.monotonic()).num_seen for engine in f.prefill]
 
 
 async def held_by_decode(f: Fleet, extras: Extras | None = None) -> FakeEngine:

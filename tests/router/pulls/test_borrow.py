@@ -30,13 +30,13 @@ class Holding:
         self.answers = asyncio.Event()
         self.returned: list[Raw] = []
 
-    async def post(self, *asked: Any) -> Holding:
+    async def post_body(self, *asked: Any) -> Holding:
         await self.answers.wait()
         return self
 
     status = 200
 
-    async def rest(self) -> bytes:
+    async def read_rest(self) -> bytes:
         return ANSWER
 
     async def __aenter__(self) -> Holding:
@@ -50,7 +50,7 @@ class Holding:
 
 def made(holding: Holding, planner: PullPlanner | None = None) -> PrefixPulls:
     parts: Any = (holding, None, holding)
-    return PrefixPulls(planner or PullPlanner.of(1), *parts)
+    return PrefixPulls(planner or PullPlanner.from_floor(1), *parts)
 
 
 def borrowing(pulls: PrefixPulls, patience_s: float) -> tuple[RoutedRequest, asyncio.Task[Any]]:
@@ -118,7 +118,7 @@ async def test_a_ticket_that_comes_when_the_wait_ends_is_used_or_returned(monkey
 @in_loop
 async def test_a_holder_that_never_answers_is_given_up_and_lends_again():
     holding = Holding()
-    planner = PullPlanner.of(1)
+    planner = PullPlanner.from_floor(1)
     pulls = made(holding, planner)
     request, task = borrowing(pulls, 0.05)
     assert await task is None
@@ -126,8 +126,8 @@ async def test_a_holder_that_never_answers_is_given_up_and_lends_again():
     assert (request.pull.end, request.tokens) == (PullEnd.LATE, None)
     holders = [Holder("h", 5000)]
     for _ in range(16):
-        planner.computed("p", 5000, 5.0, 0.0)
-    busy = [planner.lending("h") for _ in range(3)]  # and the one that still waits
+        planner.note_computed("p", 5000, 5.0, 0.0)
+    busy = [planner.start_lending("h") for _ in range(3)]  # and the one that still waits
     assert planner.choose("p", 5001, 0, holders, 0.0).holder is None
     await pulls.close(0.0)
     assert planner.choose("p", 5001, 0, holders, 0.0).holder is not None

@@ -56,8 +56,8 @@ def test_else_it_is_computed_and_said_why(
 def test_the_best_of_several_holders_is_taken() -> None:
     made = chooser()
     for _ in range(20):
-        made.pulling.see(("near", "prefill"), 3000, 0.03, now=0.0)
-        made.pulling.see(("far", "prefill"), 3000, 0.2, now=0.0)
+        made.pulling.add_measurement(("near", "prefill"), 3000, 0.03, now=0.0)
+        made.pulling.add_measurement(("far", "prefill"), 3000, 0.2, now=0.0)
     holders = [Holder("far", 3500), Holder("near", 3200), Holder("busy", 3900, num_lent=9)]
     chosen = made.choose("prefill", PROMPT, 0, holders, now=1.0)
     assert chosen.holder == holders[1]
@@ -82,11 +82,11 @@ def test_in_most_cases_it_is_the_faster_one(gbit_s: float) -> None:
             right += is_pulled == (true_pull < true_compute)
         scatter, now = rng.uniform(0.9, 1.1), number * 0.1
         if is_pulled:
-            made.pulling.see(
+            made.pulling.add_measurement(
                 ("h", "prefill"), held, (0.03 + token_s * held) * scatter, number * 0.1
             )
         else:
-            made.computing.see("prefill", num_tokens, true_compute * scatter, now)
+            made.computing.add_measurement("prefill", num_tokens, true_compute * scatter, now)
     assert right >= 0.95 * count, right / count
 
 
@@ -96,7 +96,9 @@ def test_a_pull_that_is_doubtful_is_tried() -> None:
     for lengths in ((600, 640, 700), (600, 3200, 6000)):
         made = chooser(floor=0)
         for tokens in lengths * 10:
-            made.pulling.see(("holder", "prefill"), tokens, 0.02 + 1e-4 * tokens, now=0.0)
+            made.pulling.add_measurement(
+                ("holder", "prefill"), tokens, 0.02 + 1e-4 * tokens, now=0.0
+            )
         choices.append(choose(made))
     assert choices[0].holder is not None
     assert choices[1].holder is None
@@ -133,22 +135,22 @@ def test_a_store_that_nobody_reckons_with_is_beaten_too_often() -> None:
 @pytest.mark.parametrize(("load_s", "pull_s"), [(0.05, 0.4), (0.4, 0.05), (0.2, 0.1), (0.1, 0.2)])
 def test_the_better_of_loading_and_pulling_is_found(load_s: float, pull_s: float) -> None:
     """By a planner that begins with what it assumes, and sees what it chose alone."""
-    planner, rng = PullPlanner.of(512), Random(3)
+    planner, rng = PullPlanner.from_floor(512), Random(3)
     fixed_s, token_s = 0.03, 1 / 2500
     right = 0
     for number in range(120):
         stored, rest = rng.randint(1000, 5000), rng.randint(50, 300)
         now, num_tokens = float(number), stored + rest
         if number < 6:  # prompts that nobody has
-            planner.computed("p", num_tokens, fixed_s + token_s * num_tokens, now)
+            planner.note_computed("p", num_tokens, fixed_s + token_s * num_tokens, now)
             continue
         holders = [Holder("h", stored)]
         chosen = planner.choose("p", num_tokens, 0, holders, now, stored=stored)
         took_s = fixed_s + token_s * rest + rng.uniform(0, 0.01)
         true_load, true_pull = load_s * stored / 3000, pull_s * stored / 3000
         if chosen.holder is None:
-            planner.loaded("p", stored, rest, took_s + true_load, now)
+            planner.note_loaded("p", stored, rest, took_s + true_load, now)
         else:
-            planner.pulled("p", chosen, rest, took_s + true_pull, now)
+            planner.note_pulled("p", chosen, rest, took_s + true_pull, now)
         right += (chosen.holder is None) == (true_load < true_pull)
     assert right >= 0.95 * 114, right

@@ -59,7 +59,7 @@ class Link:
 def judged_over(
     gbit_s: float,
     rate: float,
-    make: Callable[[], Planner] = lambda: PullPlanner.of(FLOOR),
+    make: Callable[[], Planner] = lambda: PullPlanner.from_floor(FLOOR),
     seeds: int = 8,
 ) -> list[Judged]:
     """Requests over some links of that rate, each of which begins anew, without the first."""
@@ -96,10 +96,10 @@ def test_the_better_way_differs_by_link_and_by_prompt() -> None:
 class Unlearning(PullPlanner):
     """Control: knows what it assumes, and no more."""
 
-    def computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
+    def note_computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
         """Forget it."""
 
-    def pulled(
+    def note_pulled(
         self, engine: str, choice: PullChoice, rest: int, seconds: float, now: float
     ) -> None:
         """Forget it."""
@@ -120,7 +120,7 @@ class Pulling(Unlearning):
 def test_one_that_never_learns_and_one_that_always_pulls_are_wrong(
     control: type[PullPlanner],
 ) -> None:
-    assert worst(lambda: control.of(FLOOR)) < 0.5
+    assert worst(lambda: control.from_floor(FLOOR)) < 0.5
 
 
 def test_one_that_pulls_only_what_is_sure_is_wrong_where_it_is_close(
@@ -152,10 +152,10 @@ def test_the_planner_learns_from_its_own_choice_alone() -> None:
     """Of the way not taken nothing is told."""
 
     class Told(Unlearning):
-        def computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
+        def note_computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
             told.append(("computed", tokens, seconds))
 
-        def pulled(
+        def note_pulled(
             self, engine: str, choice: PullChoice, rest: int, seconds: float, now: float
         ) -> None:
             assert choice.holder is not None
@@ -165,7 +165,7 @@ def test_the_planner_learns_from_its_own_choice_alone() -> None:
     told: list[tuple[str, int, float]] = []
     engine = Engine(Random(1), 20_000, fixed_s=0.01, scatter=0.0)
     requests = [Request(0, 4000, 4100), Request(0, 100, 4100)]  # the second is below the floor
-    judged = judge(Told.of(FLOOR), requests, engine, lambda _: 7.0)
+    judged = judge(Told.from_floor(FLOOR), requests, engine, lambda _: 7.0)
     assert told == [("pulled", 100, judged[0].pull_s), ("computed", 4100, judged[1].compute_s)]
     assert judged[0].pull_s == pytest.approx(7.0 + 2 * 0.01 + 101 / 20_000)
 

@@ -159,7 +159,7 @@ async def test_pulls_that_turn_out_slow_are_taken_no_more():
         for engine in f.prefill:
             engine.script = slow
             for tokens, seconds in ((0, 0.0), (HELD, 0.1)) * 30:  # what computing took of late
-                f.router.pulls.computed(engine.url, tokens, seconds, time.monotonic())
+                f.router.pulls.note_computed(engine.url, tokens, seconds, time.monotonic())
         for _ in range(8):
             await f.ask()
         assert 1 <= len(asked_for(holder)) <= 2 * len(f.prefill)
@@ -193,7 +193,7 @@ async def test_a_store_competes_with_a_holder(loads_in_s, num_pulls):
         await stored_at_prefill(f)
         assert f.router.pulls is not None
         for engine in f.prefill * 8:
-            f.router.pulls.loaded(engine.url, HELD, 0, loads_in_s, time.monotonic())
+            f.router.pulls.note_loaded(engine.url, HELD, 0, loads_in_s, time.monotonic())
         await f.ask()
         assert len(asked_for(holder)) == num_pulls
         page = await f.send(f"/debug/route/{f.routed.decision.request_id}", method="GET")
@@ -210,7 +210,7 @@ async def test_loading_is_learned_from_what_was_loaded():
                 await stored_at_prefill(f)
             before, loading = sum(num_learned(f)), f.router.pulls.chooser.loading
             await f.ask()
-            seen = [loading.of(e.url, time.monotonic()).num_seen for e in f.prefill]
+            seen = [loading.line_of(e.url, time.monotonic()).num_seen for e in f.prefill]
             assert (sum(num_learned(f)) - before, sum(seen)) == (int(not is_stored), int(is_stored))
 
 
@@ -228,4 +228,4 @@ async def test_a_holder_lends_what_is_in_its_memory_not_what_is_in_its_store():
 
 def test_a_floor_that_makes_no_sense_is_refused():
     with pytest.raises(BadSetting, match="--pull-above"):
-        ProxyConfig.of(["http://p:1"], ["http://d:1"], pull_above=0)
+        ProxyConfig.from_options(["http://p:1"], ["http://d:1"], pull_above=0)

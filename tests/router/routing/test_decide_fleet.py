@@ -87,7 +87,7 @@ async def router_by_file(tmp_path: Any, num_prefill: int = 2) -> AsyncIterator:
             (tmp_path / "new").rename(path)
 
         write(all_of_them)
-        config = ProxyConfig.of([], [], fleet=str(path), port=0)
+        config = ProxyConfig.from_options([], [], fleet=str(path), port=0)
         async with running_proxy(config, limits=Limits(fleet_interval_s=0.02)) as proxy:
             parts = (f.prefill, f.decode, f.leases, proxy, f.client)
             yield Fleet(*parts, {pod.name: pod for pod in pods.values()}), write
@@ -149,7 +149,7 @@ async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten():
         def __init__(self, source, sink, **others):
             self.port = source.events[-1]
 
-        def start(self):
+        def start_receiving(self):
             log.append(f"start {self.port}")
 
         async def close(self):
@@ -157,7 +157,7 @@ async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten():
             log.append(f"closed {self.port}")
 
     class Forgetful(PrefixCaches):
-        def forget(self, source):
+        def forget_source(self, source):
             log.append(f"forgot {source.events[-1]}")
 
     log: list[str] = []

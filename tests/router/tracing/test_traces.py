@@ -81,7 +81,7 @@ async def traced(receiver: OtlpReceiver, made: Any) -> AsyncIterator[tuple[Deplo
         inner = engine.answer
 
         async def answer(seen, http):
-            with service.begin(f"llm_request {role}", seen.headers):
+            with service.begin_span(f"llm_request {role}", seen.headers):
                 return await inner(seen, http)
 
         engine.answer = answer
@@ -322,7 +322,7 @@ def test_a_receiver_that_never_answers_does_not_keep_a_router_from_ending(
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         tracing = OtelTracing(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
-        with tracing.begin("a span", {}):
+        with tracing.begin_span("a span", {}):
             pass
         began = time.monotonic()
         tracing.close()
@@ -333,14 +333,18 @@ def test_without_opentelemetry_the_option_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pdconn.router.tracing.otel", None)
-    config = ProxyConfig.of(["http://p:1"], ["http://d:1"], otlp_traces_endpoint="http://c:1/v1")
+    config = ProxyConfig.from_options(
+        ["http://p:1"], ["http://d:1"], otlp_traces_endpoint="http://c:1/v1"
+    )
     with pytest.raises(BadSetting, match=r"pip install 'pdconn\[otel\]'"):
         config.traces.make_tracing()
 
 
 def test_an_endpoint_that_is_no_url_is_named() -> None:
     with pytest.raises(BadSetting, match=r"^--otlp-traces-endpoint: expected a URL"):
-        ProxyConfig.of(["http://p:1"], ["http://d:1"], otlp_traces_endpoint="collector:4317")
+        ProxyConfig.from_options(
+            ["http://p:1"], ["http://d:1"], otlp_traces_endpoint="collector:4317"
+        )
 
 
 @in_loop

@@ -81,7 +81,7 @@ def measure(gbit_s: float, setting: Setting) -> Link:
             rates.append((nbytes, nbytes / seconds))
             return seconds
 
-        judged = judge(PullPlanner.of(FLOOR_TOKENS), requests, engine, pull)
+        judged = judge(PullPlanner.from_floor(FLOOR_TOKENS), requests, engine, pull)
     return Link(gbit_s, max(rates)[1], outcome_of(judged), judged)
 
 

@@ -32,10 +32,10 @@ class Planner(Protocol):
     ) -> PullChoice:
         """Choose."""
 
-    def computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
+    def note_computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
         """Learn."""
 
-    def pulled(
+    def note_pulled(
         self, engine: str, choice: PullChoice, rest: int, seconds: float, now: float
     ) -> None:
         """Learn."""
@@ -153,9 +153,9 @@ def judge(
         judged.append(one)
         now += one.taken_s
         if one.is_pulled:
-            planner.pulled(PREFILL, choice, request.rest, one.taken_s, now)
+            planner.note_pulled(PREFILL, choice, request.rest, one.taken_s, now)
         else:
-            planner.computed(PREFILL, computed, one.taken_s, now)
+            planner.note_computed(PREFILL, computed, one.taken_s, now)
         now += PAUSE_S
     return judged
 

@@ -14,8 +14,8 @@ a queue of 32.  Engines answer at once, so a first token's time is the cost of t
 
 ``look-up`` means that prefill publishes events, so each prompt of 1000 tokens is hashed and
 scored; half of it is cached.  Lag is the time from the timestamp of an engine's batch until
-``PrefixCaches.apply`` has returned in the router, when the batch counts in scores.  A probe in the
-router's own process measures it, in an idle router and with the same 32 streams.
+``PrefixCaches.apply_batch`` has returned in the router, when the batch counts in scores.  A probe
+in the router's own process measures it, in an idle router and with the same 32 streams.
 """
 
 from __future__ import annotations

@@ -81,19 +81,19 @@ def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     from pdconn.tools.cli.proxy.proxy_command import _loop_factory
 
     seen: list[float] = []
-    began, apply = time.time(), PrefixCaches.apply
+    began, apply = time.time(), PrefixCaches.apply_batch
 
     def noted(self: PrefixCaches, source: EventSource, batch: Batch) -> None:
         apply(self, source, batch)
         if batch.ts >= began:  # replayed ones are older
             seen.append(time.time() - batch.ts)
 
-    PrefixCaches.apply = noted  # type: ignore[method-assign]
+    PrefixCaches.apply_batch = noted  # type: ignore[method-assign]
 
     async def serve() -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-        async with in_this_process(ProxyConfig.of([prefill], [decode], port=port)):
+        async with in_this_process(ProxyConfig.from_options([prefill], [decode], port=port)):
             await stop.wait()
             out.write_text(json.dumps(seen), encoding="utf-8")
 

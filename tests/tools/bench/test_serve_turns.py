@@ -86,8 +86,8 @@ async def test_a_request_that_is_sent_late_counts_from_when_it_was_due() -> None
     late_s = 100.0
     with serving() as server:
         async with service("one", server.url, MODEL, PATIENCE_S) as asked:
-            on_time = await asked.ask(0, (4, 5), 2)
-            late = await asked.ask(1, (4, 5), 2, time.perf_counter() - late_s)
+            on_time = await asked.complete_prompt(0, (4, 5), 2)
+            late = await asked.complete_prompt(1, (4, 5), 2, time.perf_counter() - late_s)
     assert isinstance(on_time, CompleteReply)
     assert isinstance(late, CompleteReply)
     assert on_time.ttft_s < late_s < late.ttft_s
@@ -98,7 +98,7 @@ async def test_an_answer_that_takes_too_long_has_failed() -> None:
     async with deployment() as d:
         d.prefill[0].script = hang
         async with service("one", d.proxy.url, MODEL, timeout_s=0.2) as asked:
-            reply = await asked.ask(0, (4, 5), 2)
+            reply = await asked.complete_prompt(0, (4, 5), 2)
     assert isinstance(reply, FailedReply)
     assert reply.reason == "no complete answer within 0.2 s"
 

@@ -121,7 +121,7 @@ def test_another_pipe_that_breaks_is_no_success(monkeypatch, capsys):
             ours.sendall(b"a")
         return 0
 
-    monkeypatch.setattr(plan_command, "run", lost)
+    monkeypatch.setattr(plan_command, "run_command", lost)
     assert main(["plan", "--model", "qwen3-8b"]) == 1
     assert capsys.readouterr().err == "pdconn plan: [Errno 32] Broken pipe\n"
 

@@ -20,15 +20,15 @@ def test_it_is_waited_for_at_its_address(tmp_path: Path) -> None:
     port, _ = free_ports(2, _OTHER, in_a_row=True)
     with running_proxy(_NOBODY, _NOBODY, tmp_path, port, host=_OTHER) as url:
         assert url == f"http://{_OTHER}:{port}"
-        assert Client(url).get("/livez")
-        assert "pdconn_router_inflight_requests" in Client(admin_url(url)).get("/metrics")
+        assert Client(url).get_text("/livez")
+        assert "pdconn_router_inflight_requests" in Client(admin_url(url)).get_text("/metrics")
     assert is_free(port, _OTHER)
 
 
 def test_words_in_front_of_its_command_are_run(tmp_path: Path) -> None:
     there = ("env", "PDCONN_TRIED=1")
     with running_proxy(_NOBODY, _NOBODY, tmp_path, within=there) as url:
-        assert Client(admin_url(url)).get("/metrics")
+        assert Client(admin_url(url)).get_text("/metrics")
     nowhere = running_proxy(_NOBODY, _NOBODY, tmp_path, within=("false",))
     with pytest.raises(EngineDied), nowhere:
         pytest.fail("it must not be handed over")

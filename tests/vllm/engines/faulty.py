@@ -158,7 +158,7 @@ class Fleet:
         """
         give_up = time.monotonic() + ASK_S
         while True:
-            fetching = _FETCHING.search(Client(engine.url).get("/metrics"))
+            fetching = _FETCHING.search(Client(engine.url).get_text("/metrics"))
             if fetching is not None and float(fetching[1]) > 0:
                 return
             if time.monotonic() > give_up:

@@ -233,7 +233,7 @@ def death(fleet: Fleet) -> Death:
         )
         assert renewed.wait(WAIT_S)  # so its read was posted
         killed = time.monotonic()  # what dies takes a while to be gone, and is missed before
-        prefill.kill()
+        prefill.kill_command()
         before_recomputing = ask(fleet.decode, early[0], tickets[0])
         before_failing = ask(fleet.failing, early[1], tickets[1])
         during_failing, during_recomputing = waiting[0].result(WAIT_S), hanging.result(WAIT_S)
@@ -339,7 +339,7 @@ def test_a_decode_killed_again_and_again_costs_prefill_nothing(
             ]
             assert granted.wait(WAIT_S)
             time.sleep(wait_s)
-            fleet.failing.kill()
+            fleet.failing.kill_command()
             for each in asked:
                 assert isinstance(each.exception(WAIT_S), OSError)
         prefill.check_alive()

@@ -106,7 +106,7 @@ def running_again(pair: PdPair) -> Iterator[None]:
 
 
 def post(client: Client, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
-    return client.post(path, body or {})
+    return client.post_json(path, body or {})
 
 
 def cached(client: Client, prompt: Prompt) -> bool:

@@ -166,7 +166,7 @@ def test_several_answers_from_one_ticket(quiet: PdPair, expected: Expected) -> N
         "return_token_ids": True,
         "kv_transfer_params": ticket,
     }
-    choices = quiet.decode.post("/v1/completions", body)["choices"]
+    choices = quiet.decode.post_json("/v1/completions", body)["choices"]
     assert [tuple(choice["token_ids"]) for choice in choices] == [expected[prompt].tokens] * 3
     assert quiet.lent_after_one_more() == 0.0
 
@@ -184,7 +184,7 @@ def test_several_answers_asked_of_prefill_are_one_lease(quiet: PdPair, expected:
         "n": 3,
         "kv_transfer_params": lend_params(),
     }
-    ticket = quiet.prefill.post("/v1/completions", body)["kv_transfer_params"]
+    ticket = quiet.prefill.post_json("/v1/completions", body)["kv_transfer_params"]
     answer = quiet.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket)
     assert compare(expected[prompt], answer) is None
     assert quiet.lent_after_one_more() == 0.0
@@ -302,9 +302,9 @@ def test_chat_through_the_proxy(pair: PdPair) -> None:
         "max_tokens": 8,
         "temperature": 0.0,
     }
-    alone = pair.decode.post("/v1/chat/completions", {**body, "cache_salt": "alone"})
+    alone = pair.decode.post_json("/v1/chat/completions", {**body, "cache_salt": "alone"})
     with pair.proxy() as url:
-        through_proxy = Client(url).post("/v1/chat/completions", body)
+        through_proxy = Client(url).post_json("/v1/chat/completions", body)
     assert (
         through_proxy["choices"][0]["message"]["content"]
         == alone["choices"][0]["message"]["content"]

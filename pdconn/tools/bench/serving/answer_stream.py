@@ -1,7 +1,7 @@
 """Parses a completion from server-sent events.  Pure.
 
-Lines are stored as they arrive, each with its time, and parsed when the answer has ended:
-parsing meanwhile would delay the timestamp of the next.
+Lines are stored as they arrive, each with its time, and parsed after the end of the answer: parsing
+in between would delay the next timestamp.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pdconn.tools.bench.serving.replies import AnswerContent, CompleteReply
 from pdconn.tools.openai.completions import BrokenAnswer, CompletionChoice, read_completion
 
 TimedLine = tuple[float, bytes]
-"""When a line arrived, and its bytes."""
+"""The arrival time of a line, and its bytes."""
 
 
 def read_answer(prompt: int, began_s: float, lines: Sequence[TimedLine]) -> CompleteReply:
     """Parse an answer.
 
     Raises:
-        BrokenAnswer: it is incomplete or malformed, or reports an error.
+        BrokenAnswer: the answer is incomplete or malformed, or reports an error.
     """
     arrivals: list[float] = []
     texts: list[str] = []
@@ -49,7 +49,7 @@ def read_answer(prompt: int, began_s: float, lines: Sequence[TimedLine]) -> Comp
 
 
 def _choices(lines: Sequence[TimedLine]) -> Iterator[tuple[float, CompletionChoice | None]]:
-    """What each event adds to the answer; None for the event that ends it."""
+    """The choice in each event; None for the final event."""
     for at_s, line in lines:
         data = event_data(line)
         if data is None:

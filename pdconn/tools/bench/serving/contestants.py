@@ -1,9 +1,8 @@
-"""What is measured: engines of our own behind the router, or a service that runs already.
+"""The measured systems: local engines behind the router, or a running service.
 
-Engines of our own are frozen outside their turns.  Idle is not enough: the in-tree
-connector's agent spins on a core even when idle, and vLLM's processes do for a second after
-a request.  The router is started for each turn, so that it has no outdated health of
-engines that were frozen.
+Local engines are frozen outside their turns.  Idle is not enough: the in-tree connector's agent
+spins on a core even when idle, and vLLM's processes do for a second after each request.  The router
+is started for each turn, so that it has no outdated health of frozen engines.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from pdconn.tools.bench.serving.lineup import assign_engines, engine_specs
 from pdconn.tools.lab.engine import Engine, Progress, running
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 
-#: Memory of an engine that has served the small model, its share of common pages included.
+#: Memory of an engine that serves the small model, with its share of common pages.
 ENGINE_NBYTES = 1_600 << 20
 START_TIMEOUT_S = 900.0
 _MEMINFO = Path("/proc/meminfo")
 
 
 class TooLittleMemory(BenchError):
-    """This machine has too little memory for all the requested engines."""
+    """The machine has too little memory for the requested engines."""
 
     def __init__(self, num_engines: int, free_nbytes: int) -> None:
         needed = num_engines * ENGINE_NBYTES / (1 << 30)
@@ -37,24 +36,24 @@ class TooLittleMemory(BenchError):
 
 
 class Contestant(Protocol):
-    """One of the systems that are compared: it answers prompts."""
+    """One of the compared systems: a service of completions."""
 
     @property
     def name(self) -> str:
-        """Its name in the table."""
+        """The name in the table."""
 
     def active(self) -> AbstractContextManager[str]:
-        """Runs the contestant for one turn; yields the URL that it serves."""
+        """Run the contestant for one turn; yields its URL."""
 
     def admin_of(self, url: str) -> str | None:
-        """Where the ``pdconn proxy`` that serves ``url`` explains requests; None: there is none."""
+        """The admin URL of the ``pdconn proxy`` behind ``url``; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A service that runs already; it is neither started nor frozen.
+    """A running service; it is neither started nor frozen.
 
-    ``admin``: the URL of its admin pages, if it is a ``pdconn proxy`` that shows them here.
+    ``admin``: the URL of its admin pages, if it is a ``pdconn proxy`` and they are reachable.
     """
 
     name: str
@@ -63,11 +62,11 @@ class Target:
 
     @contextmanager
     def active(self) -> Iterator[str]:
-        """Yields its URL; starts nothing."""
+        """Yield the URL; starts nothing."""
         yield self.url
 
     def admin_of(self, url: str) -> str | None:
-        """The admin URL that the target was given with."""
+        """The configured admin URL."""
         del url
         return self.admin
 
@@ -82,7 +81,7 @@ class LocalEngines:
 
     @contextmanager
     def active(self) -> Iterator[str]:
-        """Resume its engines, and freeze them afterwards.
+        """Resume the engines, and freeze them afterwards.
 
         Raises:
             LabError: an engine died, or the router could not be started.
@@ -97,11 +96,11 @@ class LocalEngines:
             self.freeze()
 
     def admin_of(self, url: str) -> str | None:
-        """The admin URL of the router, where the engines are behind one."""
+        """The admin URL of the router, if the engines are behind one."""
         return None if len(self.engines) == 1 else admin_url(url)
 
     def freeze(self) -> None:
-        """Pause its engines, those that still run."""
+        """Pause the engines that are running."""
         for engine in self.engines:
             with suppress(ProcessLookupError):
                 engine.pause()
@@ -127,7 +126,7 @@ def running_contestants(
     *,
     meminfo: Path = _MEMINFO,
 ) -> Iterator[list[LocalEngines]]:
-    """Start the engines of all ``names`` at once and freeze them; they are ended afterwards.
+    """Start the engines of all ``names`` at once and freeze them; stops them at the end.
 
     Raises:
         TooLittleMemory: before anything is started.
@@ -149,7 +148,7 @@ def running_contestants(
 
 
 def _available_nbytes(meminfo: Path) -> int | None:
-    """Memory that is available to programs; None where the system does not report it."""
+    """Available memory in bytes; None where the system does not report it."""
     try:
         lines = meminfo.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The engines that each contestant needs: the connectors, and how engines share cores."""
+"""The engines of each contestant: connectors, and the assignment of cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdconn.tools.lab.spec import EngineSpec
 
 _T = TypeVar("_T")
 
-#: How engines share the cores.
+#: Assignments of cores to engines.
 CORES: Mapping[str, str] = MappingProxyType(
     {
         "apart": "prefill, or a single engine, computes on core 0, decode on core 1",
@@ -27,10 +27,10 @@ CORES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Connector:
-    """A connector as an operator would configure it; ``kv_role`` is added for each side.
+    """A connector's configuration; ``kv_role`` is added for each side.
 
-    ``names_engines`` adds an ``engine_id`` too: a router that asks decode while prefill computes
-    must know it.
+    ``names_engines`` adds an ``engine_id``, which a router needs that asks decode while prefill
+    computes.
     """
 
     kv_transfer_config: Mapping[str, Any]

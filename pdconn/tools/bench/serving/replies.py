@@ -1,6 +1,6 @@
 """The result of one request, and of one turn.  Pure.
 
-All times are seconds of one monotonic clock.
+All times are in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class AnswerContent:
-    """The content of an answer; ``tokens`` are ids, where the server reports them."""
+    """The content of an answer; ``tokens`` are ids, if the server reports them."""
 
     text: str
     tokens: tuple[int, ...] | None = None
 
     def difference(self, expected: AnswerContent) -> str | None:
-        """Where this first differs from ``expected``, or None; by text where ids are unknown.
+        """The first difference from ``expected``, or None; compares text if ids are unknown.
 
         >>> AnswerContent("", (4, 5)).difference(AnswerContent("", (4, 6)))
         'token 1: expected 6, seen 5'
@@ -33,13 +33,13 @@ class CompleteReply:
     """A complete answer.
 
     Attributes:
-        prompt: the number of its prompt within the round.
-        began_s: when it was sent; or when it was due, under a request rate.
-        arrivals_s: when each chunk with tokens arrived; at least one.
-        num_tokens: in all chunks; the number of chunks where the server reports no ids.
-        content: its text and tokens.
-        handover_s: from the end of prefill's answer to the first byte of decode's; None
-            without a handover, or where it was not reported.
+        prompt: number of the prompt within the round.
+        began_s: time of sending, or the due time with a request rate.
+        arrivals_s: arrival times of the chunks with tokens; at least one.
+        num_tokens: tokens in all chunks; the number of chunks if the server reports no ids.
+        content: text and tokens.
+        handover_s: from the end of prefill's answer to the first byte of decode's; None without a
+            handover, or if not reported.
     """
 
     prompt: int
@@ -56,12 +56,12 @@ class CompleteReply:
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Times between chunks, as a user sees them."""
+        """Times between chunks, as seen by the client."""
         return tuple(later - earlier for earlier, later in pairwise(self.arrivals_s))
 
     @property
     def mean_gap_s(self) -> float:
-        """Time per token after the first; 0 if there is only one."""
+        """Mean time per token after the first; 0 for a single token."""
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / max(1, self.num_tokens - 1)
 
 
@@ -83,11 +83,11 @@ class TurnResult:
 
     Attributes:
         round_number: counted from 1.
-        contestant: its name.
-        replies: in the order of the prompts.
+        contestant: the contestant's name.
+        replies: in prompt order.
         seconds: from the first request to the end of the last answer.
-        others: share of the machine that other programs used meanwhile, 0 to 1; None where
-            the contestant's own processes are not known.
+        others: share of the machine's CPU time that other processes used, 0 to 1; None if the
+            contestant's own processes are unknown.
     """
 
     round_number: int

@@ -1,11 +1,11 @@
-"""vLLM's NixlConnector with NIXL's progress thread at rest: a contestant of benchmarks.
+"""vLLM's NixlConnector with a sleeping NIXL progress thread: a contestant of benchmarks.
 
-NIXL's Python agent gives its progress thread a delay of 0, so that the thread spins: on a machine
-with two cores it takes one of them from the model.  Here every agent of the process gets the delay
-that pdconn's own has by default, in the one call that all agents are made by.  Nothing else
-of the connector is changed, so a comparison shows what the connectors themselves do.
+NIXL's Python agent sets the delay of its progress thread to 0, so that the thread spins: on a
+machine with two cores it takes one of them from the model.  Here every agent of the process gets
+pdconn's default delay, in the one constructor through which all agents are made.  The connector is
+otherwise unchanged, so a comparison shows the difference between the connectors.
 
-Engines load this by ``kv_connector_module_path``; nothing of the product imports it.
+Engines load this module by ``kv_connector_module_path``; no other module imports it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import nixl._bindings as bindings
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
 PROGRESS_DELAY_US = 5000
-"""As ``transport.nixl.transport.NixlTransport`` has it by default, which a test compares."""
+"""The default of ``transport.nixl.transport.NixlTransport``; a test compares the two."""
 
 
 def resting(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``nixlAgent`` for agents whose progress thread sleeps until an event wakes it."""
+    """``nixlAgent`` with a progress thread that sleeps until an event wakes it."""
 
     @functools.wraps(make)
     def made(name: str, config: Any) -> Any:

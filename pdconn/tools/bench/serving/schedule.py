@@ -1,13 +1,13 @@
-"""The order of turns, and when requests are sent.  Pure: the same seed gives the same.
+"""The order of turns, and the send times of requests.  Pure and determined by the seed.
 
-Machines drift, so contestants take turns: every round has a turn of each, and begins with
-a different one than the round before::
+Machines drift, so contestants take turns: every round has one turn of each, and starts with another
+contestant than the previous round::
 
     round 1   A B C
     round 2   C A B
     round 3   B C A
 
-Within a round all get the same prompts at the same times; no two rounds share a prompt.
+Within a round all contestants get the same prompts at the same times; no two rounds share a prompt.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def order(names: Sequence[str], round_number: int) -> tuple[str, ...]:
 
 
 def prompts(count: int, num_tokens: int, seed: int, round_number: int) -> list[Prompt]:
-    """The prompts of a round: random token ids, which any model with 2048 tokens has.
+    """The prompts of a round: random token ids below 2048.
 
-    Negative rounds are warm-up, which is not counted.
+    Negative rounds are warm-up rounds, which are not counted.
     """
     return make_prompts([num_tokens] * count, seed=_seed("prompts", seed, round_number))
 
 
 def due_times(count: int, per_s: float, seed: int, round_number: int) -> tuple[float, ...]:
-    """When requests are sent, in seconds after the first: a Poisson process."""
+    """Send times in seconds after the first request: a Poisson process."""
     source = random.Random(_seed("times", seed, round_number))
     times = [0.0]
     while len(times) < count:

@@ -1,4 +1,4 @@
-"""The result of a run, for people and as JSON."""
+"""The report of a run, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdconn.tools.output.units import known, scaled
 def _spread_columns(
     name: str, heading: str, read: Callable[[Summary], Spread | None]
 ) -> list[Column[Summary]]:
-    """Median and 99th percentile: a column each, and together one object."""
+    """Median and 99th percentile: two columns, and one JSON object."""
     return [
         Column(
             f"{heading}\np50 ms", None, read, known(lambda spread: f"{1e3 * spread.p50_s:,.1f}")
@@ -49,13 +49,13 @@ _SUMMARY: tuple[Column[Summary], ...] = (
     Column("wrong", None, lambda one: one.wrong),
 )
 
-#: If other programs use more of the machine than this, the report says so.
+#: Above this share of other programs the report contains a remark.
 NOTED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """One run: where and when, its plan, its turns, and their summary."""
+    """One run: machine, time, plan, turns, and summary."""
 
     manifest: Mapping[str, object]
     plan: RunPlan
@@ -76,18 +76,18 @@ class ServeReport:
         *,
         manifest: Mapping[str, object],
     ) -> ServeReport:
-        """Summarise ``turns`` for ``names``; ``reference``'s answers count as right."""
+        """Summarise ``turns`` for ``names``; answers of ``reference`` count as right."""
         answers = check(turns, reference)
         summaries = tuple(summarise(name, turns, answers, bounds) for name in names)
         return cls(manifest, plan, bounds, tuple(turns), reference, answers, summaries)
 
     @property
     def is_good(self) -> bool:
-        """Whether every request was answered, and as by the reference."""
+        """Whether every request was answered as by the reference."""
         return not any(summary.failed or summary.wrong for summary in self.summaries)
 
     def text(self, width: int | None = None) -> str:
-        """A heading, a row per contestant, and remarks on the answers."""
+        """A heading, one row per contestant, and remarks on the answers."""
         plan, bounds = self.plan, self.bounds
         pace = (
             f"{plan.concurrency} at a time"
@@ -103,7 +103,7 @@ class ServeReport:
         return "\n\n".join([title, found, "\n".join(_remarks(self))])
 
     def document(self) -> dict[str, Any]:
-        """All results; times in seconds, those of a reply from when it was due or sent."""
+        """All results; times in seconds, those of a reply since its due time or sending."""
         return {
             "manifest": self.manifest,
             "plan": asdict(self.plan),

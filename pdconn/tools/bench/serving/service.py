@@ -1,6 +1,6 @@
-"""Sends requests to one OpenAI-compatible server, any number at a time.
+"""Sends concurrent requests to one OpenAI-compatible server.
 
-All of them share one thread, so that on a small machine the engines have the other cores.
+All requests share one thread, so that on a small machine the engines have the other cores.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pdconn.tools.openai.served_models import listed_models
 
 #: vLLM closes a connection that is idle for 5 s; ours must close earlier.
 _KEEPALIVE_S = 4.0
-#: vLLM repeats the prompt's token ids in the first event: one long line.
+#: vLLM repeats the prompt's token ids in the first event, which makes a long line.
 _LINE_NBYTES = 1 << 23
 _CONNECT_S = 10.0
 
 
 class TargetFailed(BenchError):
-    """A service that is to be measured does not answer."""
+    """A service to be measured does not answer."""
 
     def __init__(self, name: str, url: str, reason: str) -> None:
         super().__init__(f"{name} at {url}: {reason}")
@@ -46,9 +46,9 @@ class _RouteTimes(msgspec.Struct):
 
 
 class Service:
-    """One server, reached through ``session``; ``timeout_s`` is for a complete answer.
+    """One server, accessed through ``session``; ``timeout_s`` bounds a complete answer.
 
-    ``admin``: the URL of the admin pages, if it is a ``pdconn proxy`` that shows them.
+    ``admin``: the URL of the admin pages, if it is a ``pdconn proxy`` and they are reachable.
     """
 
     def __init__(
@@ -66,13 +66,12 @@ class Service:
         self._admin = None if admin is None else AsyncClient(admin, session)
         self._ids: dict[int, str] = {}
 
-    async def ask(
+    async def complete_prompt(
         self, number: int, prompt: Prompt, max_tokens: int, due_s: float | None = None
     ) -> Reply:
         """Continue ``prompt`` greedily by ``max_tokens`` tokens.
 
-        Times count from ``due_s``, when the request should have been sent; without it, from
-        when it is sent.
+        Times count from ``due_s``, the scheduled send time, or from sending without one.
         """
         request = completion_request(self._model, prompt, max_tokens, stream=True)
         body = json.dumps(request)  # before the clock starts
@@ -97,7 +96,7 @@ class Service:
     async def with_handover(self, reply: Reply) -> Reply:
         """``reply`` with the handover time that ``pdconn proxy`` reports for it.
 
-        Unchanged if its admin pages are not known, or it did not hand over.
+        Unchanged if its admin pages are unknown, or there was no handover.
         """
         if not isinstance(reply, CompleteReply) or self._admin is None:
             return reply
@@ -116,10 +115,10 @@ class Service:
 async def service(
     name: str, url: str, model: str | None, timeout_s: float, *, admin: str | None = None
 ) -> AsyncIterator[Service]:
-    """A client of the server at ``url``; without ``model``, for the first model that it lists.
+    """A client of the server at ``url``; without ``model``, for the first listed model.
 
     Raises:
-        TargetFailed: it does not list its models.
+        TargetFailed: the server does not list its models.
     """
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),

@@ -1,8 +1,8 @@
-"""Statistics of replies: latencies, goodput, and which answers are wrong.  Pure.
+"""Statistics of replies: latencies, goodput, and wrong answers.  Pure.
 
-Goodput counts the requests that a user would accept: complete, with the tokens of the
-reference, and within both bounds.  As in DistServe (Zhong et al., OSDI 2024), the bound
-between tokens holds for a request's mean, not for each gap.
+Goodput counts the requests that are complete, have the reference's tokens, and meet both bounds.
+As in DistServe (Zhong et al., OSDI 2024), the bound between tokens applies to a request's mean, not
+to each gap.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pdconn.tools.bench.serving.replies import CompleteReply, TurnResult
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of a good request: time to its first token, and per token after it."""
+    """The bounds of a good request: time to its first token, and time per token after it."""
 
     ttft_s: float
     itl_s: float
 
     def hold(self, reply: CompleteReply) -> bool:
-        """Whether a request is within both."""
+        """Whether a request meets both bounds."""
         return reply.ttft_s <= self.ttft_s and reply.mean_gap_s <= self.itl_s
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and 99th percentile (of fewer than a hundred: the worst), in seconds."""
+    """Median and 99th percentile (the maximum below a hundred values), in seconds."""
 
     p50_s: float
     p99_s: float
 
     @classmethod
     def of_values(cls, values: Iterable[float]) -> Spread | None:
-        """The spread of ``values``; None if there are none."""
+        """The spread of ``values``; None without values."""
         known = list(values)
         return cls(percentile(known, 0.5), percentile(known, 0.99)) if known else None
 
@@ -54,7 +54,7 @@ class AnswerDifference:
 class AnswerCheck:
     """All answers compared with the reference's.
 
-    ``unchecked`` are those without a reference: round, contestant, prompt.
+    ``unchecked`` have no reference answer: round, contestant, prompt.
     """
 
     wrong: tuple[AnswerDifference, ...]
@@ -63,10 +63,10 @@ class AnswerCheck:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One contestant over all rounds.
+    """The results of one contestant over all rounds.
 
-    ``itl`` is of all gaps between chunks of all requests; ``met`` counts the good requests;
-    ``seconds`` is the length of its turns.
+    ``itl`` covers all gaps between chunks of all requests; ``met`` counts good requests;
+    ``seconds`` is the total length of its turns.
     """
 
     contestant: str
@@ -91,7 +91,7 @@ class Summary:
 
 
 def check(turns: Sequence[TurnResult], reference: str) -> AnswerCheck:
-    """Compare every answer with ``reference``'s to the same prompt."""
+    """Compare every answer with that of ``reference`` to the same prompt."""
     expected = {
         (turn.round_number, reply.prompt): reply.content
         for turn in turns
@@ -119,7 +119,7 @@ def check(turns: Sequence[TurnResult], reference: str) -> AnswerCheck:
 def summarise(
     contestant: str, turns: Sequence[TurnResult], answers: AnswerCheck, bounds: Bounds
 ) -> Summary:
-    """The results of ``contestant`` over its turns."""
+    """Summarise the turns of ``contestant``."""
     turns = [turn for turn in turns if turn.contestant == contestant]
     wrong = {
         (one.round_number, one.prompt) for one in answers.wrong if one.contestant == contestant

@@ -1,7 +1,7 @@
 """Measures all contestants, round by round.
 
-A turn begins with warm-up requests that are not counted: frozen processes have lost their
-caches, and the first handover between two engines includes their handshake.
+A turn begins with warm-up requests that are not counted: frozen processes have cold caches, and the
+first handover between two engines includes their handshake.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WARMUP_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The load that every contestant gets.
+    """The load that every contestant receives.
 
-    ``rate`` is requests per second, independent of the answers; None for ``concurrency``
-    clients that each send their next request when the last is answered.  ``model`` is the
-    name that services use; None: the first that each lists.
+    ``rate`` is requests per second, independent of answers; None for ``concurrency`` clients that
+    each wait for an answer before the next request.  ``model`` is the model's name at services;
+    None for the first that each lists.
 
     Raises:
         BadOption: an invalid value.
@@ -68,12 +68,12 @@ def measure(
 ) -> list[TurnResult]:
     """Measure every contestant in every round.
 
-    ``watch``: record the share of this machine that other programs use, if everything that
-    is measured was started by this process.
+    ``watch``: measure the CPU share of other processes, if this process started everything that is
+    measured.
 
     Raises:
         TargetFailed: a contestant answers none of the first requests.
-        LabError: one of our engines died.
+        LabError: a local engine died.
     """
     by_name = {one.name: one for one in contestants}
     turns = []
@@ -96,7 +96,7 @@ async def _turn(
         wanted = prompts(plan.requests, plan.prompt_tokens, plan.seed, number)
 
         def ask(prompt: int, due_s: float | None) -> Awaitable[Reply]:
-            return target.ask(prompt, wanted[prompt], plan.output_tokens, due_s)
+            return target.complete_prompt(prompt, wanted[prompt], plan.output_tokens, due_s)
 
         began_s = time.perf_counter()
         if plan.rate is None:
@@ -127,7 +127,7 @@ async def in_closed_loop(ask: Ask, count: int, concurrency: int) -> list[Reply]:
 
 
 async def when_due(ask: Ask, due_s: Sequence[float], began_s: float) -> list[Reply]:
-    """Send each request at its time after ``began_s``, however many answers are pending."""
+    """Send each request at its time after ``began_s``, regardless of pending answers."""
 
     async def one(prompt: int, at_s: float) -> Reply:
         await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
@@ -142,10 +142,10 @@ async def when_due(ask: Ask, due_s: Sequence[float], began_s: float) -> list[Rep
 
 
 async def _warm_up(target: Service, name: str, url: str, plan: RunPlan, number: int) -> None:
-    """Send requests that are not counted; fail if the first round's are all unanswered."""
+    """Send uncounted requests; fail if all requests of the first round are unanswered."""
     tokens = min(_WARMUP_TOKENS, plan.output_tokens)
     replies = [
-        await target.ask(prompt, token_ids, tokens)
+        await target.complete_prompt(prompt, token_ids, tokens)
         for prompt, token_ids in enumerate(
             prompts(WARMUP_REQUESTS, plan.prompt_tokens, plan.seed, -number)
         )

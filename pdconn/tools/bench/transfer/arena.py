@@ -1,8 +1,8 @@
-"""Memory like an engine's, on pages of a chosen size, and the pattern that it holds.
+"""Memory like an engine's, on pages of a chosen size, filled with a pattern.
 
-A lender's arena holds a pattern in which no two words are equal, within an arena and
-between arenas of different seeds.  A reader can compute any part of it, so the bytes that
-arrived can be checked without a second way to fetch them.
+In a lender's arena no two words of the pattern are equal, within an arena and between arenas of
+different seeds.  A reader can compute any part of it, so arrived bytes are verified without
+fetching them a second time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKED_RUNS = 4096
 
 
 class BenchMemory(Closing):
-    """``nbytes`` bytes that begin at a multiple of 2 MiB, every page of them touched.
+    """``nbytes`` bytes aligned to 2 MiB, with every page touched.
 
     Raises:
         BenchError: there is too little memory.
@@ -35,7 +35,7 @@ class BenchMemory(Closing):
     def __init__(self, nbytes: int, *, huge_pages: bool) -> None:
         whole = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         try:
-            # Private: the kernel gives no huge pages to anonymous memory that is shared.
+            # Private: the kernel gives no huge pages to shared anonymous memory.
             self._map = mmap.mmap(-1, whole + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
         except OSError as error:
             raise BenchError(f"cannot allocate {whole:,} bytes of memory: {error}") from error
@@ -55,7 +55,7 @@ class BenchMemory(Closing):
         """The next ``nbytes`` bytes as an int8 tensor, which must not outlive the memory.
 
         Raises:
-            BenchError: fewer are left.
+            BenchError: fewer bytes are left.
         """
         import torch
 
@@ -67,7 +67,7 @@ class BenchMemory(Closing):
         return torch.from_numpy(self._words.view(np.int8)[begin : self._taken])
 
     def blank(self) -> None:
-        """Set every byte to 0xEE, which a pattern is unlikely to hold for long."""
+        """Set every byte to 0xEE, which is unlikely in a pattern."""
         assert self._words is not None
         for first in range(0, len(self._words), _CHUNK_WORDS):
             raise_noted()
@@ -77,14 +77,14 @@ class BenchMemory(Closing):
         """Write the pattern of ``seed``."""
         assert self._words is not None
         for first in range(0, len(self._words), _CHUNK_WORDS):
-            raise_noted()  # here no view is left, with which the map could not be closed
+            raise_noted()  # here no view is left that would keep the map from closing
             count = min(_CHUNK_WORDS, len(self._words) - first)
             self._words[first : first + count] = _pattern(seed, first, count)
 
     def wrong_bytes(self, spans: Spans, source: Memory, seed: int) -> int:
-        """How many bytes of ``spans`` here differ from the arena of ``seed`` at ``source``.
+        """The number of bytes of ``spans`` that differ from the arena of ``seed`` at ``source``.
 
-        Of more than 4096 runs, 4096 are compared, spread evenly.
+        At most 4096 runs are compared, spread evenly.
         """
         step = -(-len(spans) // _CHECKED_RUNS) or 1
         return sum(
@@ -118,15 +118,15 @@ class BenchMemory(Closing):
 
 
 def copy(target: Memory, source: Memory, nbytes: int) -> None:
-    """One memcpy of ``nbytes`` bytes, without holding Python's lock."""
+    """One memcpy of ``nbytes`` bytes, without holding the GIL."""
     ctypes.memmove(target.base, source.base, nbytes)
 
 
 def _pattern(seed: int, first: int, count: int) -> NDArray[np.uint64]:
     """Words ``first`` to ``first + count`` of the pattern of ``seed``.
 
-    SplitMix64 of the words' numbers (Steele, Lea and Flood, OOPSLA 2014): each bit of a
-    number turns half the bits of its word, so that bytes differ and not words only.
+    SplitMix64 of the words' numbers (Steele, Lea and Flood, OOPSLA 2014): each bit of a number
+    flips half the bits of its word, so that single bytes differ too, not only words.
     """
     words = np.arange(first, first + count, dtype=np.uint64)
     words += np.uint64((seed + 1) << 40)

@@ -1,6 +1,6 @@
-"""KV memory of one rank of an engine shape, allocated as an engine allocates its own; needs torch.
+"""KV memory of one rank of an engine shape, allocated as by an engine; needs torch.
 
-A test holds it to what ``pdconn plan`` says of the same shape, address by address.
+A test compares it, address by address, with ``pdconn plan`` for the same shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from registration.allocation import (
 def allocate_rank(
     engine: EngineShape, rank: int, num_blocks: int, empty: Callable[[int], torch.Tensor]
 ) -> KVCacheAllocation:
-    """Memory of ``num_blocks`` blocks of ``rank``, by ``empty``; groups overlay, as in vLLM."""
+    """Memory for ``num_blocks`` blocks of ``rank``, from ``empty``; groups overlay, as in vLLM."""
     place = engine.places()[rank]
     groups = [_group_pages(group, engine.layout, num_blocks, place) for group in engine.groups]
     return allocate_in(engine.layout, groups, num_blocks, overlay=True, empty=empty)
@@ -56,7 +56,7 @@ def _content(
         chunks = sort.state.state_chunks(place.tp_rank, place.tp)
         return StateTensors(
             tuple(
-                # Each of its parts is a row: ranks of another size divide it between those.
+                # Each part is a row: ranks of another TP size divide the row among themselves.
                 StateTensor(
                     (chunk.num_heads, chunk.nbytes // chunk.num_heads),
                     torch.int8,

@@ -1,4 +1,4 @@
-"""The messages between the side that measures and the side that lends.
+"""The messages between the measuring and the lending side.
 
     reader                          lender
     Open(shape, blocks, ranks) ──►  allocates, fills, registers
@@ -8,9 +8,8 @@
     Shut                      ──►   frees the memory
                               ◄──   Used
 
-Each is a frame of ``pdconn.protocol.messages`` around msgpack.  A lender holds a pattern
-and nothing else, so there is no authentication; an option of the lender bounds what it
-allocates.
+Each is a frame of ``pdconn.protocol.messages`` around msgpack.  A lender holds only a pattern, so
+there is no authentication; an option of the lender bounds its allocations.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _CHUNK = 1 << 18
 class Open(msgspec.Struct, tag=True, frozen=True):
     """Lend ``num_blocks`` blocks of each rank in ``ranks``, over the path of that name.
 
-    ``mooncake``: lend them over Mooncake's transfer engine, too.
+    ``mooncake``: also lend them over Mooncake's transfer engine.
     """
 
     engine: EngineShape
@@ -47,7 +46,7 @@ class Open(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """One rank's memory: its first address and bytes, what lies where, the transport's address."""
+    """One rank's memory: first address and bytes, references, and the transport's address."""
 
     rank: int
     base: int
@@ -68,7 +67,7 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
 
 
 class AskCpu(msgspec.Struct, tag=True, frozen=True):
-    """Ask for the CPU time that the lender has used."""
+    """Request the CPU time that the lender has used."""
 
 
 class Shut(msgspec.Struct, tag=True, frozen=True):
@@ -76,13 +75,13 @@ class Shut(msgspec.Struct, tag=True, frozen=True):
 
 
 class Used(msgspec.Struct, tag=True, frozen=True):
-    """CPU seconds, user and system, since the process began."""
+    """CPU seconds, user and system, since the start of the process."""
 
     cpu_s: float
 
 
 class CannotLend(msgspec.Struct, tag=True, frozen=True):
-    """The lender cannot lend what was requested."""
+    """The lender cannot fulfil the request."""
 
     why: str
 
@@ -96,12 +95,12 @@ AT_READER: msgspec.msgpack.Decoder[FromLender] = msgspec.msgpack.Decoder(FromLen
 
 
 class ControlConnection(Generic[Incoming]):
-    """Messages over a connected socket that blocks.  Owns the socket.
+    """Messages over a connected blocking socket, which it owns.
 
-    ``decoder`` is ``AT_LENDER`` or ``AT_READER``, for the messages of the other side.
+    ``decoder``: ``AT_LENDER`` or ``AT_READER``, for the messages of the other side.
 
     Raises:
-        LenderFailed: the other side is gone, or sent an invalid message.
+        LenderFailed: the other side disconnected, or sent an invalid message.
     """
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Incoming]) -> None:
@@ -123,11 +122,11 @@ class ControlConnection(Generic[Incoming]):
         """The next message; None once the other side has closed the connection.
 
         Raises:
-            LenderFailed: also if no byte came for ``timeout_s``.
+            LenderFailed: also if no byte arrives for ``timeout_s``.
         """
         try:
             while not self._bodies:
-                with interruptible():  # not amid a message: the next answer would be misread
+                with interruptible():  # not inside a message: the next answer would be misread
                     arrived = self._arrivals.poll(timeout_s and 1000 * timeout_s)
                 if not arrived:
                     raise LenderFailed(f"the other side did not answer within {timeout_s} s")
@@ -136,7 +135,7 @@ class ControlConnection(Generic[Incoming]):
                     return None
                 self._bodies.extend(self._frames.feed(data))
             return self._decoder.decode(self._bodies.popleft())
-        except ConnectionResetError:  # it has closed it without reading what we sent
+        except ConnectionResetError:  # closed by the other side before it read our message
             return None
         except (OSError, FrameError, msgspec.MsgspecError) as error:
             raise LenderFailed(f"the other side sent an invalid message: {error}") from error

@@ -1,9 +1,8 @@
-"""The side that lends: allocates the requested memory, registers it, and is read.
+"""The lending side: allocates the requested memory and registers it for reads.
 
-On the same host it is a child process at the end of a socket pair; on another host it
-listens (``pdconn bench transfer --serve``).  It serves one reader at a time.  A client that
-reaches the port can make it allocate up to its limit and read a pattern, so run it on a
-network where that is harmless.
+On the same host it is a child process at the end of a socket pair; for other hosts it listens
+(``pdconn bench transfer --serve``).  It serves one reader at a time.  Any client that reaches the
+port can make it allocate up to its limit and read the pattern, so run it on a trusted network only.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
                     answer = CannotLend(f"{type(error).__name__}: {error}")
             try:
                 control.send_message(answer)
-            except LenderFailed:  # it has disconnected: one that is interrupted does not wait
+            except LenderFailed:  # disconnected: an interrupted reader does not wait
                 return
     finally:
         if lending is not None:
@@ -116,7 +115,7 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
 
 
 def listen(host: str, port: int, max_nbytes: int, log_step: LogStep) -> None:
-    """Serve one reader after the other until interrupted.
+    """Serve readers one after another until interrupted.
 
     Raises:
         OSError: the port cannot be bound.
@@ -137,9 +136,9 @@ def listen(host: str, port: int, max_nbytes: int, log_step: LogStep) -> None:
 
 
 class LocalLender(Closing):
-    """A lender in a process of its own, on this host, which ends with this object.
+    """A lender in a child process on this host, which ends with this object.
 
-    It is in a session of its own, so that Ctrl-C reaches this process only.
+    The child has its own session, so that Ctrl-C reaches this process only.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
@@ -168,7 +167,7 @@ class ListeningLender(Closing):
     """A lender that listens on another host.
 
     Raises:
-        LenderFailed: no lender listens there.
+        LenderFailed: no lender listens at the address.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -187,5 +186,5 @@ class ListeningLender(Closing):
 
 
 if __name__ == "__main__":
-    die_with_parent()  # it may fill memory, or be stopped, and then it does not see the end
+    die_with_parent()  # while it fills memory, or is stopped, it does not see the connection end
     lend(ControlConnection(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))

@@ -1,14 +1,14 @@
-"""The methods that a benchmark compares: the same bytes, moved in several ways.
+"""The compared methods: the same bytes, moved in several ways.
 
 ::
 
-    pdconn    plan and read as a decode engine does: through the planner, merged, on the
-              reader's thread with its pauses
-    layered   the same blocks where every layer has a tensor of its own (vLLM's default,
-              LBHNC), the blocks of one layer after the other; through the same transport
-    raw       one READ of as many bytes in one piece per rank, polled as suits the path:
-              the limit of the path
-    memcpy    one memcpy of as many bytes within this process: the limit of the memory
+    pdconn    plan and read as a decode engine does: through the planner, merged, on the reader's
+              thread with its pauses
+    layered   the same blocks with one tensor per layer (vLLM's default, LBHNC), layer by layer;
+              through the same transport
+    raw       one READ of the same size in one piece per rank, polled as suits the path: the limit
+              of the path
+    memcpy    one memcpy of the same size within this process: the limit of the memory
     mooncake  the runs of pdconn, read by Mooncake's transfer engine over TCP
     alone     as pdconn, but a single request
 
@@ -30,7 +30,7 @@ from transport import HOST, Memory, Spans
 
 
 class Method(StrEnum):
-    """A way to move bytes."""
+    """A method of moving bytes."""
 
     PDCONN = "pdconn"
     LAYERED = "layered"
@@ -53,7 +53,7 @@ class LayeredPairings:
     def of_layers(
         cls, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], spread: int = 0
     ) -> LayeredPairings:
-        """Pair every layer of ours by itself."""
+        """Pair every layer of ours separately."""
         layers = sorted({layer for group in ours.groups for layer in group.layers}, key=_number_in)
         return cls(
             tuple(
@@ -84,13 +84,13 @@ def raw_reads(reads: ReadsByRank, local: Memory, remote: Mapping[int, Memory]) -
 
 
 def one_piece(local: int, remote: int, nbytes: int) -> Spans:
-    """Spans of a single run."""
+    """Spans with a single run."""
     here, there, length = np.array([[local], [remote], [nbytes]], dtype=np.uint64)
     return Spans(here, there, length)
 
 
 def _only(references: KVCacheReferences, layer: str) -> KVCacheReferences:
-    """The same groups, all of them empty but for one layer."""
+    """The same groups, emptied except for one layer."""
     groups = tuple(
         replace(group, data=tuple(ref for ref in group.data if ref.layer == layer))
         for group in references.groups

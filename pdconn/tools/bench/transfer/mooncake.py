@@ -1,7 +1,7 @@
-"""Mooncake's transfer engine, for comparison, where it is installed (``pdconn[rivals]``).
+"""Mooncake's transfer engine, for comparison, if installed (``pdconn[rivals]``).
 
-It reads the same runs from the same memory over TCP, with addresses exchanged peer to
-peer.  A batch has 512 runs: version 0.3.13 fails on batches of a few thousand.
+It reads the same runs from the same memory over TCP; addresses are exchanged peer to peer.  A batch
+has 512 runs: version 0.3.13 fails on batches of a few thousand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mooncake:
         self._memories: list[int] = []
 
     def register_memory(self, memory: Memory) -> None:
-        """Register ``memory``, to be read by peers or read into."""
+        """Register ``memory`` as source or target of reads."""
         _check("register", self._engine.register_memory(memory.base, memory.nbytes))
         self._memories.append(memory.base)
 
@@ -55,7 +55,7 @@ class Mooncake:
             _check("read", code)
 
     def close(self) -> None:
-        """Unregister everything; the engine ends with its last reference."""
+        """Unregister all memory; the engine ends with its last reference."""
         while self._memories:
             self._engine.unregister_memory(self._memories.pop())
         self._engine = None

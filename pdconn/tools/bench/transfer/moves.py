@@ -1,4 +1,4 @@
-"""One measurement of one method: moves the bytes and records the time and CPU."""
+"""Measures one method once: moves the bytes and records the time and CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdconn.tools.bench.transfer.methods import Method, ReadsByRank
 from transport import PeerId, Settled, Transport
 
 READ_TIMEOUT_S = 120.0
-"""How long one pull may take before it fails."""
+"""Seconds after which a pull fails."""
 
 _PAUSES_S = (0.0, 0.00005, 0.001)
 
@@ -26,9 +26,9 @@ _PAUSES_S = (0.0, 0.00005, 0.001)
 class Sample:
     """One measurement of one method.
 
-    ``runs`` are descriptors after merging.  ``plan_s`` and ``post_s`` are summed over the
-    requests; ``wall_s`` is from the first plan to the last byte, ``each_s`` likewise for
-    every request, all counted from the same beginning.  CPU is user and system time.
+    ``runs`` are descriptors after merging.  ``plan_s`` and ``post_s`` are summed over the requests;
+    ``wall_s`` is from the first plan to the last byte, ``each_s`` likewise for every request, all
+    from the same start.  CPU is user and system time.
     """
 
     method: Method
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(slots=True)
 class MoveTally:
-    """The sums of one measurement while its reads settle."""
+    """The running sums of one measurement."""
 
     nbytes: int = 0
     runs: int = 0
@@ -81,8 +81,8 @@ class MoveTally:
 class Mover:
     """Moves bytes over ``transport`` from ``peers``, by rank.
 
-    The transport belongs to the reader's thread, which sleeps while nothing was posted to
-    it; only then is the transport used from here.  :meth:`close` closes both.
+    The transport belongs to the reader's thread, which sleeps while nothing is posted; only then is
+    the transport used from here.  :meth:`close` closes both.
     """
 
     def __init__(self, transport: Transport, peers: Mapping[int, PeerId]) -> None:
@@ -127,7 +127,7 @@ class Mover:
     def read_planned(
         self, method: Method, planned: Sequence[ReadsByRank], pause_s: float
     ) -> Sample:
-        """Post everything and poll, resting ``pause_s`` in between.
+        """Post all reads and poll, sleeping ``pause_s`` in between.
 
         Raises:
             BenchError: a read failed, or timed out.

@@ -1,8 +1,8 @@
-"""The paths of a benchmark: the backend, the transports that UCX may use, the size of pages.
+"""The paths of a benchmark: the backend, the transports allowed to UCX, the page size.
 
-``shm``, ``shm-huge`` and ``tcp`` are links of ``pdconn plan --link``, too.  A path is set per
-connection, so one run can compare several; ``UCX_TLS`` in the environment of either side
-overrides it.
+``shm``, ``shm-huge`` and ``tcp`` are links of ``pdconn plan --link`` too.  A path is set per
+connection, so one run can compare several; ``UCX_TLS`` in the environment of either side overrides
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transport.ucx.transport import UcxTransport
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """``tls`` is UCX's list of transports, None to let UCX choose; huge pages have 2 MiB."""
+    """``tls`` is UCX's list of transports, None for UCX's choice; huge pages have 2 MiB."""
 
     name: str
     tls: str | None
@@ -31,7 +31,7 @@ class Path:
         """A transport called ``name`` that uses this path.
 
         Raises:
-            TransportUnavailable: its backend does not load here.
+            TransportUnavailable: the backend does not load here.
         """
         if self.backend == "ucx":
             settings = {} if self.tls is None else {"TLS": self.tls}

@@ -1,4 +1,4 @@
-"""The reader's side of one case: memory, transport, connected lenders, plans."""
+"""The reading side of one case: memory, transport, connected lenders, plans."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from transport import Memory, Transport
 from transport.closing import Closing
 
 _SHUT_S = 20.0
-"""How long the lender may take to free its memory."""
+"""Seconds for the lender to free its memory."""
 
 
 class OpenCase(Closing):
     """One workload over one path, ready to be measured.
 
     Raises:
-        LenderFailed: the lender refused, or is gone.
+        LenderFailed: the lender refused, or disconnected.
         BenchError: there is too little memory.
     """
 
@@ -74,7 +74,7 @@ class OpenCase(Closing):
         )
 
     def check_bytes(self) -> None:
-        """Pull once and compare the bytes with the lender's; likewise with Mooncake.
+        """Pull once and compare the bytes with the lender's; the same with Mooncake.
 
         Raises:
             WrongBytes: some bytes differ.
@@ -102,7 +102,7 @@ class OpenCase(Closing):
         return tuple(self._measures)
 
     def close(self) -> None:
-        """Release everything, the lender's memory as well."""
+        """Release everything, including the lender's memory."""
         self._stack.close()
 
     # Opening
@@ -131,7 +131,7 @@ class OpenCase(Closing):
         )
         self._transport.register([self._arena.memory])
         self._remote = {one.rank: Memory(one.base, one.nbytes) for one in opened.lent}
-        self._theirs = workload.theirs()  # of ranks that we do not read from, at made-up addresses
+        self._theirs = workload.theirs()  # also of ranks that are not read, at fictional addresses
         for one in opened.lent:
             self._theirs[one.rank] = one.references
         peers = {one.rank: self._transport.connect(one.address) for one in opened.lent}
@@ -168,7 +168,7 @@ class OpenCase(Closing):
             self._measures[Method.ALONE] = lambda: moves.pull(Method.ALONE, pairing, wanted[:1])
 
     def _placed(self, workload: Workload) -> tuple[KVCacheReferences, list[KVCacheReferences]]:
-        """Both sides' references as ``workload`` lays them out, at the real addresses."""
+        """Both sides' references in the layout of ``workload``, at the real addresses."""
         ours = placed(workload.ours(), self._arena.memory)
         theirs = [
             placed(references, self._remote[rank]) if rank in self._remote else references

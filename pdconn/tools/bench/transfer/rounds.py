@@ -1,7 +1,7 @@
 """Measures all methods, interleaved, and summarises them.
 
-Machines drift, so the methods of a case are measured turn by turn in a new random order
-each round, and ratios are samples_by_method within a round before the median is.
+Machines drift, so the methods of a case are measured in turns, in a new random order each round,
+and ratios are computed within a round, before the median.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdconn.tools.output.progress_line import LogStep
 
 @dataclass(frozen=True, slots=True)
 class MethodTimes:
-    """Seconds: medians over the rounds, the 99th percentile (of few rounds: the slowest), and all.
+    """Seconds: medians over the rounds, the 99th percentile (the slowest of few), and all values.
 
     ``plan_s`` and ``post_s`` are parts of the wall time.
     """
@@ -34,7 +34,7 @@ class MethodTimes:
 
 @dataclass(frozen=True, slots=True)
 class CpuCost:
-    """Processor seconds per gigabyte: medians over the rounds."""
+    """CPU seconds per gigabyte: medians over the rounds."""
 
     reader_s_per_gb: float
     lender_s_per_gb: float
@@ -69,7 +69,7 @@ def take_rounds(
     """Warm up, check the bytes, measure, check again.
 
     Raises:
-        WrongBytes: a pull brought other bytes than the lender's.
+        WrongBytes: a pull delivered bytes that differ from the lender's.
         BenchError: a read failed, or timed out.
     """
     log_step("checking the bytes")
@@ -120,7 +120,7 @@ def _speed(sample: Sample) -> float:
 
 
 def _relative(samples: Sequence[Sample], others: Sequence[Sample] | None) -> float | None:
-    """The median of the throughput relative to others', round by round."""
+    """The median of the throughput relative to ``others``, round by round."""
     if others is None:
         return None
     pairs = zip(samples, others, strict=True)

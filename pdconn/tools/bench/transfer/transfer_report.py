@@ -1,4 +1,4 @@
-"""The result of a run: for people, as JSON, and as a plot."""
+"""The report of a run: as text, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CaseResult:
         )
 
     def text(self, width: int | None = None) -> str:
-        """A heading, a row per method, and how concurrent pulls affect each other."""
+        """A heading, one row per method, and the effect of concurrent pulls on each other."""
         ours = self.methods[0]
         heading = f"{self.title}\n{ours.nbytes / 1e6:,.1f} MB"
         parts = [heading, text_table(_METHOD, self.methods, width)]
@@ -125,7 +125,7 @@ class TransferReport:
 
 
 def draw(cases: Sequence[CaseResult], path: Path) -> None:
-    """Plot throughput against block size, a panel per path and order of block ids.
+    """Plot throughput against block size, one panel per path and order of block ids.
 
     The suffix of ``path`` selects the format.
     """

@@ -1,8 +1,8 @@
-"""What is pulled: one decode rank's share of prompts that a prefill engine computed.
+"""The pulled KV: one decode rank's share of prompts that a prefill engine computed.
 
-Two engine shapes describe memory that does not exist, of which both sides of a benchmark compute
-its size from the same few numbers.  Each allocates its own, and the lender sends where its memory
-lies (:func:`allocated`); :func:`placed` moves another description there.
+Two engine shapes describe fictional memory, whose size both sides compute from the same few
+numbers.  Each side allocates its own, and the lender sends the location of its memory
+(:func:`allocated`); :func:`placed` moves a description there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_PROMPT_TOKENS = 1 << 20
 class Workload:
     """``requests`` prompts of ``prompt_tokens`` tokens, pulled by decode rank ``rank``.
 
-    ``ids`` says how block ids lie in both caches; they are drawn with ``seed``.
+    ``ids`` is the order of block ids in both caches; they are drawn with ``seed``.
 
     Raises:
         BadOption: an invalid value.
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def until(self) -> int:
-        """Tokens that are pulled: decode recomputes the last one."""
+        """Number of pulled tokens: decode recomputes the last one."""
         return self.prompt_tokens - 1
 
     @cached_property
@@ -66,19 +66,19 @@ class Workload:
 
     @cached_property
     def taken(self) -> list[Tables]:
-        """The blocks of each request that are read into."""
+        """The target blocks of each request."""
         return self._tables(self.decode, self.seed + 1)
 
     def needs(self) -> list[Need]:
-        """What each request needs; nothing of it is cached."""
+        """What each request needs; nothing is cached."""
         return [Need.for_range(0, self.until, tables.lists) for tables in self.taken]
 
     def ours(self) -> KVCacheReferences:
-        """Memory of the decode rank, at made-up addresses."""
+        """Memory of the decode rank, at fictional addresses."""
         return self.decode.references(self.taken[0].num_blocks)[self.rank]
 
     def theirs(self) -> list[KVCacheReferences]:
-        """Memory of every prefill rank, at made-up addresses."""
+        """Memory of every prefill rank, at fictional addresses."""
         return self.prefill.references(self.lent[0].num_blocks)
 
     def pairing(self, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences]) -> Pairing:
@@ -90,7 +90,7 @@ class Workload:
         return self.pairing(self.ours(), self.theirs()).ranks
 
     def layered(self) -> Workload:
-        """The same with a tensor per layer, where pages are of one size; else as it is."""
+        """The workload with one tensor per layer, if all pages have one size; else unchanged."""
         try:
             return replace(
                 self,
@@ -113,7 +113,7 @@ def extent(references: KVCacheReferences) -> int:
 def allocated(
     engine: EngineShape, rank: int, num_blocks: int, arena: BenchMemory
 ) -> KVCacheReferences:
-    """Allocate the memory of a rank in ``arena``, by its engine's layout; where all of it lies.
+    """Allocate the memory of a rank in ``arena``, in its engine's layout; returns its location.
 
     Raises:
         BenchError: torch is not installed, or the arena is too small.
@@ -126,7 +126,7 @@ def allocated(
 
 
 def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:
-    """The same description of the allocation at ``memory``."""
+    """The same description, moved to the allocation at ``memory``."""
     if extent(references) > memory.nbytes:
         raise BadOption("memory", f"{extent(references)} bytes", memory.nbytes)
     tensors = tuple(replace(t, base=memory.base) for t in references.tensors)

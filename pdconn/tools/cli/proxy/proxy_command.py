@@ -18,7 +18,7 @@ from pdconn.tools.cli.proxy.serving import Events, serve
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the router's options, and those of what the command prints."""
+    """Add the router's options, and those of the command's output."""
     parser.epilog = EPILOG
     for row in OPTIONS:
         parser.add_argument(row.flag, **_arguments(row))
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format",
         choices=FORMATS,
-        help="of the log on stderr, which has a line per request (text; json with --json)",
+        help="format of the log on stderr, which has a line per request (text; json with --json)",
     )
     parser.add_argument(
         "--log-level",
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _arguments(row: RouterOption) -> dict[str, Any]:
-    """What ``add_argument`` takes beside the flag."""
+    """The arguments for ``add_argument`` beside the flag."""
     known: dict[str, Any] = {"dest": row.name, "help": row.explained}
     if isinstance(row.default, bool):
         return {**known, "action": "store_true"}
@@ -54,7 +54,7 @@ def _arguments(row: RouterOption) -> dict[str, Any]:
 
 
 def _parsing(row: RouterOption) -> Callable[[str], Any]:
-    if row.parse in (int, float, str):  # argparse has its own words for these
+    if row.parse in (int, float, str):  # argparse has its own messages for these
         return row.parse
 
     def parse(word: str) -> Any:
@@ -66,8 +66,8 @@ def _parsing(row: RouterOption) -> Callable[[str], Any]:
     return parse
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; 0, 1 or 2 as ``--help`` says."""
+def run_command(args: argparse.Namespace) -> int:
+    """Serve until a signal; returns 0, 1 or 2 as in ``--help``."""
     log_format = args.log_format or ("json" if args.json else "text")
     log_to_stderr(args.log_level, log_format)
     try:
@@ -85,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> ProxyConfig:
     given = {row.name: getattr(args, row.name) for row in OPTIONS}
     several = {row.name: row.collect(given[row.name]) for row in OPTIONS if row.several}
-    return ProxyConfig.of(**{**given, **several})
+    return ProxyConfig.from_options(**{**given, **several})
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, if installed (vLLM depends on it): half the work per token."""
+    """uvloop's factory, if installed (vLLM depends on it): half the CPU time per token."""
     if find_spec("uvloop") is None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop

@@ -1,4 +1,4 @@
-"""What ``pdconn proxy --help`` says beneath its options."""
+"""The text of ``pdconn proxy --help`` below the options."""
 
 from __future__ import annotations
 

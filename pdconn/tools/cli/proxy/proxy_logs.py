@@ -15,12 +15,11 @@ FORMATS = ("text", "json")
 class JsonFormatter(logging.Formatter):
     """One object per record: ``time`` (UTC), ``level``, ``logger``, ``message``.
 
-    A traceback is in ``exception``; what the access log says of a request has fields of its own
-    too.
+    A traceback is in ``exception``; the fields of the access log are also separate keys.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """A line without its end."""
+        """One line without its end."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, object] = {
             "time": at.isoformat(timespec="milliseconds"),
@@ -45,7 +44,7 @@ def log_to_stderr(level: str, form: str) -> None:
 
 
 def fail(command: str, error: Exception, form: str) -> None:
-    """Say why a command ends, as the log does."""
+    """Report why a command ends, in the format of the log."""
     if form == "json":
         logging.getLogger(command).error("pdconn: %s", error)
     else:

@@ -1,4 +1,4 @@
-"""``pdconn proxy`` while it serves: its progress on stdout, and what signals do."""
+"""``pdconn proxy`` while it serves: progress on stdout, and signal handling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Events:
         print(line, flush=True)
 
     def wait_began(self, config: ProxyConfig) -> None:
-        """The wait for engines begins."""
+        """Report that the wait for engines begins."""
         engines = list(dict.fromkeys(config.engines.prefill + config.engines.decode))
         engines += [] if config.engines.fleet is None else [config.engines.fleet]
         self.emit(
@@ -40,7 +40,7 @@ class Events:
         )
 
     def ready(self, one: EngineReady) -> None:
-        """One more engine answers."""
+        """Report one more engine that answers."""
         self.emit(
             f"{one.engine} ready after {one.after_s:.1f} s ({one.num_ready} of {one.num_engines})",
             "engine_ready",
@@ -49,7 +49,7 @@ class Events:
         )
 
     def listening(self, proxy: Running) -> None:
-        """Clients can connect."""
+        """Report that clients can connect."""
         config = proxy.config
         fleet = "" if config.engines.fleet is None else f"; fleet file {config.engines.fleet}"
         self.emit(
@@ -67,8 +67,8 @@ class Events:
         )
 
     def draining(self, config: ProxyConfig) -> None:
-        """A signal ends it."""
-        delay = f"{config.times.drain_delay_s:g} s until it listens no more, then "
+        """Report that a signal has started the drain."""
+        delay = f"{config.times.drain_delay_s:g} s until it stops listening, then "
         self.emit(
             f"stopping: {delay if config.times.drain_delay_s else ''}"
             f"requests have {config.times.drain_timeout_s:g} s to finish",
@@ -78,23 +78,23 @@ class Events:
         )
 
     def reloaded(self, mistakes: tuple[BadSetting, ...]) -> None:
-        """SIGHUP reloaded everything except for these settings."""
+        """Report a reload, which skipped the settings with these mistakes."""
         texts = [str(mistake) for mistake in mistakes]
         self.emit(
-            f"not reloaded: {'; '.join(texts)}; all else was" if texts else "reloaded",
+            f"not reloaded: {'; '.join(texts)}; the rest was reloaded" if texts else "reloaded",
             "reload_failed" if texts else "reloaded",
             mistakes=texts,
         )
 
 
 async def serve(config: ProxyConfig, events: Events) -> int:
-    """Serve until a signal; the exit code.
+    """Serve until a signal; returns the exit code.
 
     Raises:
-        BadSetting, CannotListen, EnginesMissing: it cannot serve.
+        BadSetting, CannotListen, EnginesMissing: the router cannot serve.
     """
     task = asyncio.current_task()
-    assert task is not None  # a coroutine runs in one
+    assert task is not None  # a coroutine runs in a task
     _on_first_signal(task.cancel)
     hung_up = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up.set)
@@ -128,7 +128,7 @@ async def _reload_on(hung_up: asyncio.Event, proxy: Running, events: Events) -> 
 
 
 def _warn_of_exposure(config: ProxyConfig) -> None:
-    """Say which of two protections a listener that other hosts reach has not."""
+    """Log which protections are missing on a listener that other hosts can reach."""
     missing = [
         option
         for option, value in (
@@ -159,7 +159,8 @@ def _on_first_signal(act: Callable[[], object]) -> None:
     def once() -> None:
         for number in numbers:
             loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)  # Python's own of SIGINT would drain to the end
+            # Python's own handler of SIGINT would drain to the end.
+            signal.signal(number, signal.SIG_DFL)
         act()
 
     for number in numbers:

@@ -1,1 +1,1 @@
-"""``pdconn store``: what a root holds, whether it is sound, and how to make it smaller."""
+"""``pdconn store``: lists, verifies and trims the contents of a store's root."""

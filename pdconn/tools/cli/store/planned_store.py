@@ -1,4 +1,4 @@
-"""The options of ``pdconn plan`` that are about a store, and what they ask for."""
+"""The options of ``pdconn plan`` for a store, and the forecast that they select."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def configure_store(group: argparse._ArgumentGroup) -> None:
         "--store-rate",
         default="3GB/s",
         metavar="SPEED",
-        help="of the store, for all ranks together (default: %(default)s)",
+        help="read rate of the store, for all ranks together (default: %(default)s)",
     )
     group.add_argument(
         "--store-window-every",
         default="auto",
         metavar="EVERY",
-        help="as window_every of a store: auto, all, last or tokens (default: %(default)s)",
+        help="window_every of the store: auto, all, last or tokens (default: %(default)s)",
     )
     group.add_argument(
         "--store-staging",
         default=f"{STAGING >> 30}GiB",
         metavar="SIZE",
-        help="as staging of a store: host memory of each rank (default: %(default)s)",
+        help="staging of the store: host memory of each rank (default: %(default)s)",
     )
     group.add_argument(
         "--prefill-rate",
@@ -46,10 +46,10 @@ def configure_store(group: argparse._ArgumentGroup) -> None:
 
 
 def forecast_stored(args: argparse.Namespace, engine: EngineShape) -> StoreForecast | None:
-    """What the prompt takes in a store; None if that was not asked for.
+    """The prompt's cost in a store; None if not requested.
 
     Raises:
-        BadArgument: an option makes no sense.
+        BadArgument: an option is invalid.
     """
     if not args.store:
         return None

@@ -132,8 +132,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     drop.add_argument("--yes", action="store_true", help="remove them; else only say what")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what was asked for; errors of the root become exit codes."""
+def run_command(args: argparse.Namespace) -> int:
+    """Run the selected subcommand; errors of the root become exit codes."""
     try:
         code: int = args.store(args)
     except (BadArgument, InspectError, FormatError) as error:
@@ -155,7 +155,7 @@ def _ls(args: argparse.Namespace) -> int:
             publish(RowsReport(rows, time.time()), args.json)
             return 0
         if args.namespace is not None:
-            rows_of(shelf, args.namespace)  # raises for one that is not there
+            rows_of(shelf, args.namespace)  # raises for a missing namespace
         found = [
             one
             for one in summarize(args.root, shelf).namespaces
@@ -194,7 +194,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _layouts(root: str, rows: Sequence[StoredRow]) -> tuple[dict[str, StoreLayout], list[str]]:
-    """Layouts by namespace, and what is wrong with others."""
+    """Layouts by namespace, and the problems of the others."""
     found: dict[str, StoreLayout] = {}
     problems = []
     for namespace in sorted({row.namespace for row in rows}):
@@ -243,7 +243,7 @@ def _removed(args: argparse.Namespace, shelf: Shelf, rows: Sequence[StoredRow]) 
 
 
 def _unused(rows: Sequence[StoredRow], used_before: float) -> list[StoredRow]:
-    """Rows that were not used since, namespace by namespace."""
+    """Rows that were not used since, by namespace."""
     by_namespace: dict[str, list[StoredRow]] = {}
     for row in rows:
         by_namespace.setdefault(row.namespace, []).append(row)
@@ -258,14 +258,14 @@ def _seconds(text: str) -> float:
 
 
 class _RowProgress:
-    """How many rows are done, and how long the others take; a few times a second."""
+    """The number of finished rows and the remaining time; updated a few times a second."""
 
     def __init__(self, prog: str, rows: Sequence[StoredRow]) -> None:
         self._line, self._total = ProgressLine(f"{prog}: "), len(rows)
         self._began = self._last = time.monotonic()
 
     def show_rows(self, count: int) -> None:
-        """Show that ``count`` rows are done."""
+        """Show that ``count`` rows are finished."""
         now = time.monotonic()
         if not self._line.shown or now - self._last < 0.2:
             return

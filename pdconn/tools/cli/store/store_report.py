@@ -1,4 +1,4 @@
-"""What ``pdconn store`` prints.  Documents have bytes and seconds since the epoch, unrounded."""
+"""The reports of ``pdconn store``.  Documents have bytes and seconds since the epoch, unrounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdconn.tools.output.table import table
 from pdconn.tools.output.units import binary_size, duration, grouped, known
 
 _MOST_SHOWN = 20
-"""Bad rows that the table names; the document has all."""
+"""Bad rows in the table; the document has all."""
 
 
 def _amount_text(amount: RowAmount) -> str:
@@ -35,17 +35,17 @@ def _hex(digest: bytes) -> str:
 
 @dataclass(frozen=True)
 class NamespacesReport:
-    """A line for each namespace; ``now`` in seconds since the epoch."""
+    """One line per namespace; ``now`` in seconds since the epoch."""
 
     found: Sequence[NamespaceSummary]
     now: float
 
     def text(self, width: int | None = None) -> str:
-        """The table, whole lines whatever the ``width``."""
+        """The table in whole lines; ignores ``width``."""
         return text_table(_namespace_columns(self.now), self.found) if self.found else "no rows"
 
     def document(self) -> list[dict[str, Any]]:
-        """null is what could not be known."""
+        """One object per namespace; null for unknown values."""
         return _namespace_documents(self.found)
 
 
@@ -87,17 +87,17 @@ def _namespace_columns(now: float) -> list[Column[NamespaceSummary]]:
 
 @dataclass(frozen=True)
 class RowsReport:
-    """A line for each row; ``now`` in seconds since the epoch."""
+    """One line per row; ``now`` in seconds since the epoch."""
 
     rows: Sequence[StoredRow]
     now: float
 
     def text(self, width: int | None = None) -> str:
-        """The table, whole lines whatever the ``width``."""
+        """The table in whole lines; ignores ``width``."""
         return text_table(_row_columns(self.now), self.rows) if self.rows else "no rows"
 
     def document(self) -> list[dict[str, Any]]:
-        """An object for each row."""
+        """One object per row."""
         return [_row_document(row) for row in self.rows]
 
 
@@ -132,7 +132,7 @@ class RootReport:
     found: RootSummary
 
     def text(self, width: int | None = None) -> str:
-        """A line for each fact, and a table of writers; whatever the ``width``."""
+        """One line per fact, and a table of writers; ignores ``width``."""
         names, values = headings(_ROOT), cells(_ROOT, self.found)
         text = "\n".join(f"{n:<14} {value}" for n, value in zip(names, values, strict=True))
         writers = self.found.writers
@@ -211,12 +211,12 @@ _ROOT: tuple[Column[RootSummary], ...] = (
 
 @dataclass(frozen=True)
 class ChecksReport:
-    """How many rows are in which state, and the bad ones.
+    """The number of rows in each state, and the bad ones.
 
     Attributes:
         dropped: damaged rows that were removed.
-        drops: whether they were to be removed.
-        problems: why some rows' footers alone were checked.
+        drops: whether damaged rows were to be removed.
+        problems: reasons why only the footers of some rows were checked.
     """
 
     counts: Mapping[RowState, RowAmount]
@@ -226,7 +226,7 @@ class ChecksReport:
     drops: bool
 
     def text(self, width: int | None = None) -> str:
-        """The first bad rows, warnings and totals; whatever the ``width``."""
+        """The first bad rows, warnings and totals; ignores ``width``."""
         parts = []
         if self.bad:
             shown = self.bad[:_MOST_SHOWN]
@@ -266,13 +266,13 @@ class ChecksReport:
 
 @dataclass(frozen=True)
 class RemovalReport:
-    """What was to be removed, and what was; ``removed`` is None where nothing was tried."""
+    """The rows to remove, and the removed ones; ``removed`` is None if nothing was attempted."""
 
     wanted: RowAmount
     removed: RowAmount | None
 
     def text(self, width: int | None = None) -> str:
-        """One line, whatever the ``width``."""
+        """One line; ignores ``width``."""
         if self.removed is None:
             return f"would remove {self.wanted.rows:,} rows, {binary_size(self.wanted.nbytes)}"
         size = binary_size(self.removed.nbytes)

@@ -1,12 +1,12 @@
-"""The addresses that tickets name: whether prefill, or a relay to it, answers there for decode.
+"""Checks the addresses in tickets: whether prefill, or a relay to it, answers there for decode.
 
-Where an address leads depends on the host that asks, loopback above all::
+The meaning of an address depends on the connecting host, loopback above all::
 
     doctor here ──127.0.0.1:5600──► an engine or relay of this host, or nothing
     decode there ─127.0.0.1:5600──► an engine or relay of *its* host
 
-So a pull that decode has made proves an address, whatever this host sees of it; only without such
-a pull does it count what answers here.  A relay (``ssh -L``, a sidecar) is as good as prefill.
+So a successful pull by decode proves an address, whatever this host sees of it; only without such a
+pull does an answer to this host count.  A relay (``ssh -L``, a sidecar) is as good as prefill.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ADVERTISE = (
 def judge_advertised(
     pairs: Sequence[GoldenFacts], channels: Mapping[str, ChannelFacts]
 ) -> Iterator[Finding]:
-    """What tickets name, beside what decode did with them.
+    """Judge the addresses in tickets, given decode's pulls.
 
     Args:
-        pairs: that a golden prompt went through.
-        channels: what answers this host, by address.
+        pairs: pairs that a golden prompt passed through.
+        channels: answers to this host, by address.
     """
     for where in dict.fromkeys(one.advertised for one in pairs if one.advertised):
         users = [one for one in pairs if one.advertised == where]
@@ -73,11 +73,11 @@ def _address(where: str, users: Sequence[GoldenFacts], found: ChannelFacts) -> I
 
 
 def _loopback(where: str, users: Sequence[GoldenFacts]) -> Iterator[Finding]:
-    """Prefill answers here, at an address that is another one for decode on another host."""
+    """Findings about loopback addresses, which lead elsewhere from another host."""
     for one in users:
         engine = one.decode.partition("://")[2].rpartition(":")[0].strip("[]")
         if is_loopback(engine):
-            continue  # decode is here, too, or behind a forwarded port: it shows nothing
+            continue  # decode is here too, or behind a forwarded port: inconclusive
         message = f"loopback: it answers on this host, and decode at {engine} "
         if one.failed:
             message += "failed to pull by it"

@@ -1,4 +1,4 @@
-"""Side channels of engines, and every pair of prefill and decode compared."""
+"""Reads the side channels of engines, and compares every pair of prefill and decode."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from registration import AttentionKind, RegistrationError
 
 _AT_ONCE = 16
 _RUNS_OF_A_BLOCK = 4
-"""A block of fewer bytes than so many of the smallest good runs is small in any layout."""
+"""Blocks below this many of the smallest good runs are small in any layout."""
 _ENOUGH = 2.0
-"""A lease should be so many times as long as the longest pull."""
+"""Recommended ratio of the lease to the longest pull."""
 CREDENTIALS = "give --secret-file, --tls-cert, --tls-key and --tls-ca as that engine has them"
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelFacts:
-    """What an engine described at ``where``, or why it did not."""
+    """The description of an engine at ``where``, or the error."""
 
     where: str
     described: Described | None = None
@@ -44,10 +44,10 @@ class ChannelFacts:
 
 
 def check_channel(option: str, word: str) -> str:
-    """A side channel or a description file, as an option names it.
+    """Check that an option names a side channel or a description file.
 
     Raises:
-        BadQuestion: it is neither.
+        BadQuestion: it names neither.
     """
     if Path(word).is_file():
         return word
@@ -60,7 +60,7 @@ def check_channel(option: str, word: str) -> str:
 def read_channels(
     words: Sequence[str], security: Security, timeout_s: float
 ) -> dict[str, ChannelFacts]:
-    """Ask all side channels at once, and read the files, by word."""
+    """Query all side channels concurrently and read the files, by word."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = pool.map(lambda word: _channel(word, security, timeout_s), words)
         return dict(zip(words, found, strict=True))
@@ -87,7 +87,7 @@ def _channel(where: str, security: Security, timeout_s: float) -> ChannelFacts:
 
 
 def seen_channels(channels: Mapping[str, ChannelFacts]) -> list[str]:
-    """A line for each."""
+    """One line per channel."""
     return [
         f"{where}: {facts.error}"
         if facts.described is None
@@ -100,7 +100,7 @@ def seen_channels(channels: Mapping[str, ChannelFacts]) -> list[str]:
 def judge_channels(
     channels: Mapping[str, ChannelFacts],
 ) -> Iterator[Finding]:
-    """Whether each answers us."""
+    """Findings about channels that do not answer."""
     for where, facts in channels.items():
         if facts.error is None:
             continue
@@ -116,13 +116,13 @@ def judge_channels(
 
 @dataclass(frozen=True, slots=True)
 class PairFacts:
-    """What decode would pull of prefill, from their descriptions.
+    """A possible pull by decode from prefill, derived from their descriptions.
 
     Attributes:
-        obstacles: why it cannot.
-        run_nbytes: bytes of a run, on average over one block of each group.
-        block_nbytes: bytes of a block, of the group with the largest.
-        token_nbytes: bytes that the busiest decode rank pulls of a token of full attention.
+        obstacles: reasons why a pull is impossible.
+        run_nbytes: mean bytes per run, over one block of each group.
+        block_nbytes: bytes of a block in the largest group.
+        token_nbytes: bytes per token of full attention that the busiest decode rank pulls.
     """
 
     prefill: str
@@ -136,7 +136,7 @@ class PairFacts:
 def compare_pairs(
     prefill: Sequence[ChannelFacts], decode: Sequence[ChannelFacts]
 ) -> list[PairFacts]:
-    """Every prefill engine with every decode engine that described itself."""
+    """Compare every prefill engine with every decode engine that described itself."""
     return [
         _pair(lender, reader)
         for lender in prefill
@@ -158,7 +158,7 @@ def _pair(lender: ChannelFacts, reader: ChannelFacts) -> PairFacts:
     for rank in reader.described.ranks:
         try:
             pairing = Pairing.between(rank.references, theirs, rank.tp_rank)
-        except Incompatible as error:  # compare() has said it already
+        except Incompatible as error:  # compare() has reported it already
             return PairFacts(lender.where, reader.where, (one_line(error),))
         of_token = 0.0
         for template in pairing.templates:
@@ -182,7 +182,7 @@ def seen_pair(pair: PairFacts) -> str:
 
 
 def judge_pairs(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """What keeps decode from pulling, or makes it slow."""
+    """Findings about pairs that cannot pull, or only slowly."""
     for pair in pairs:
         subject = f"{pair.decode} from {pair.prefill}"
         if pair.obstacles:
@@ -199,9 +199,9 @@ def judge_pairs(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class PullTimes:
-    """What bounds the longest pull: tokens, the link, and two settings in seconds.
+    """The bounds of the longest pull: tokens, the link, and two settings in seconds.
 
-    ``is_measured``: the speed is that of a probe, not of a link's name.
+    ``is_measured``: the speed was measured by a probe, not given by a link's name.
     """
 
     max_tokens: int
@@ -212,17 +212,17 @@ class PullTimes:
 
     @property
     def speed(self) -> str:
-        """Words for it."""
+        """The speed in words."""
         what = "measured" if self.is_measured else "link's"
         return f"at the {what} {self.bytes_per_s / 1e9:.3g} GB/s"
 
     def pull_seconds(self, pair: PairFacts) -> float:
-        """The least time of a pull of the longest prompt: that of its full attention."""
+        """Minimum seconds of a pull of the longest prompt: that of its full attention."""
         return pair.token_nbytes * self.max_tokens / self.bytes_per_s
 
 
 def judge_times(pairs: Sequence[PairFacts], times: PullTimes) -> Iterator[Finding]:
-    """Whether the longest pull fits the read timeout and the lease."""
+    """Findings about pulls that exceed the read timeout or the lease."""
     for pair in pairs:
         if pair.obstacles:
             continue

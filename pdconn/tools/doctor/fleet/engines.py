@@ -1,4 +1,4 @@
-"""What engines say of themselves over HTTP, and whether they agree."""
+"""Queries engines over HTTP, and checks whether they agree."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pdconn.tools.openai.async_client import OK, AsyncClient
 from pdconn.tools.openai.served_models import ServedModel, listed_models
 
 CLOCK_DRIFT_S = 5.0
-"""Leases need no common clock; certificates, logs and the age of KV events do."""
+"""Tolerated clock drift in seconds, for certificates, logs and the age of KV events, not leases."""
 _DATE_STEP_S = 1.0
-"""The Date header's resolution."""
+"""The resolution of the Date header in seconds."""
 _UNTRUSTED = "its certificate is not trusted here"
 
 
@@ -30,14 +30,14 @@ class EngineFacts:
     """One engine of the fleet.
 
     Attributes:
-        url: its name.
-        roles: words of :class:`Role`.
-        error: why it cannot be reached; then nothing else is known.
+        url: the engine's name.
+        roles: values of :class:`Role`.
+        error: the reason why it cannot be reached; then the other fields are empty.
         health: status of ``/health``.
-        version: of vLLM, as ``/version`` says; None where it does not.
-        models: of ``/v1/models``, without adapters; refused: the status that came instead.
-        drift_s: its clock less ours; None without a Date header.
-        metrics: the page of ``/metrics``; empty where there is none.
+        version: vLLM's version from ``/version``; None if not reported.
+        models: from ``/v1/models``, without adapters; refused: the error status instead.
+        drift_s: its clock minus ours; None without a Date header.
+        metrics: the page of ``/metrics``; empty without one.
     """
 
     url: str
@@ -65,7 +65,7 @@ class EngineFacts:
 
 
 def trusting(option: str, path: str) -> ssl.SSLContext:
-    """A client's context that trusts the CAs of a file, and no others.
+    """A client's TLS context that trusts only the CAs in a file.
 
     Raises:
         BadQuestion: the file cannot be read or holds no certificate.
@@ -81,10 +81,10 @@ def trusting(option: str, path: str) -> ssl.SSLContext:
 def client_session(
     timeout_s: float, api_key: str | None, trusted: ssl.SSLContext | None = None
 ) -> aiohttp.ClientSession:
-    """A session whose requests end within ``timeout_s`` seconds of silence.
+    """A session whose requests time out after ``timeout_s`` seconds of silence.
 
     Args:
-        trusted: for https; None: the CAs of this system.
+        trusted: for https; None for the CAs of this system.
     """
     connector = aiohttp.TCPConnector(ssl=True if trusted is None else trusted)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -97,7 +97,7 @@ def client_session(
 async def read_engines(
     members: Sequence[Member], session: aiohttp.ClientSession
 ) -> list[EngineFacts]:
-    """Ask all engines at once."""
+    """Query all engines concurrently."""
     return list(await asyncio.gather(*(_engine(member, session) for member in members)))
 
 
@@ -127,7 +127,7 @@ async def _engine(member: Member, session: aiohttp.ClientSession) -> EngineFacts
 
 
 def drift_of(date: str | None, asked: float, answered: float) -> float | None:
-    """How far a server's clock is ahead of ours, at least; 0 where both may agree.
+    """Minimum lead of a server's clock over ours in seconds; 0 if they may agree.
 
     The header names a whole second between ``asked`` and ``answered``, by the server's clock.
 
@@ -167,7 +167,7 @@ def _models(page: bytes) -> tuple[ServedModel, ...]:
 
 
 def seen_engines(engines: Sequence[EngineFacts]) -> list[str]:
-    """A line for each."""
+    """One line per engine."""
     lines = []
     for one in engines:
         roles = " and ".join(sorted(one.roles))
@@ -182,7 +182,7 @@ def seen_engines(engines: Sequence[EngineFacts]) -> list[str]:
 
 
 def judge_engines(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
-    """Whether each answers."""
+    """Findings about engines that do not answer properly."""
     for one in engines:
         if one.error is not None:
             remedy = "start it, or correct its URL; is its port open to this host?"
@@ -203,7 +203,7 @@ def judge_engines(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
 
 
 def judge_agreement(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
-    """Whether those that answer fit together."""
+    """Findings about engines that do not match each other."""
     up = [one for one in engines if one.error is None and one.refused is None]
     yield from _versions(up)
     yield from _models_agree(up)

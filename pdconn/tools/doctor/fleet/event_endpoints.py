@@ -1,9 +1,9 @@
-"""KV events: whether their ports answer, and how each engine hashes its blocks.
+"""Checks KV events: whether their ports answer, and how each engine hashes its blocks.
 
-The hash is found as the router finds it: an event carries tokens and their hashes, so the known
-schemes are tried on the oldest event that an engine still replays.  An engine that has stored
-nothing since its start, or whose algorithm starts from a random root (no ``PYTHONHASHSEED``),
-cannot be known.
+The hash scheme is detected as in the router: an event carries tokens and their hashes, so the known
+schemes are tried on the oldest event that an engine still replays.  It stays unknown for an engine
+that has stored nothing since its start, or whose algorithm starts from a random root (no
+``PYTHONHASHSEED``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class EventFacts:
     """One data-parallel rank's endpoints.
 
     Attributes:
-        closed: endpoints that nothing listens at, with the reason.
-        silent: the replay endpoint is open and does not answer a replay.
-        scheme: how its blocks are hashed; None where it cannot be known.
-        has_stored: whether it replayed an event of a stored block, which shows the scheme.
+        closed: endpoints without a listener, with the reason.
+        silent: the replay endpoint is open but does not answer a replay.
+        scheme: the hash scheme of its blocks; None if unknown.
+        has_stored: whether it replayed a stored block, which reveals the scheme.
     """
 
     engine: str
@@ -48,14 +48,14 @@ class EventFacts:
 
     @property
     def name(self) -> str:
-        """The engine, and the rank where it is not the first."""
+        """The engine, and the rank if it is not the first."""
         return self.engine if self.rank == 0 else f"{self.engine} rank {self.rank}"
 
 
 async def read_events(
     members: Sequence[Member], seed: str | None, timeout_s: float
 ) -> list[EventFacts]:
-    """Ask the endpoints of all ranks of all engines that publish."""
+    """Query the endpoints of all ranks of all engines that publish."""
     asked = [(member.url, one) for member in members for one in member.event_endpoints()]
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -85,7 +85,7 @@ def _rank(url: str, endpoints: EventEndpoints, seed: str | None, timeout_s: floa
 
 
 def _closed(endpoint: str, timeout_s: float) -> str | None:
-    """Why nothing can be reached at ``tcp://HOST:PORT``; None where something listens."""
+    """The reason why ``tcp://HOST:PORT`` cannot be reached; None if there is a listener."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
@@ -95,7 +95,7 @@ def _closed(endpoint: str, timeout_s: float) -> str | None:
 
 
 def _replayed(endpoint: str, timeout_s: float) -> list[Stored] | None:
-    """What an engine still replays from its beginning; None where it does not answer."""
+    """The stored blocks that an engine still replays; None if it does not answer."""
     stored: list[Stored] = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger, dealer.ipv6, dealer.maxmsgsize = 0, True, MAX_NBYTES
@@ -118,7 +118,7 @@ def _replayed(endpoint: str, timeout_s: float) -> list[Stored] | None:
 
 
 def seen_events(facts: Sequence[EventFacts]) -> list[str]:
-    """A line for each rank."""
+    """One line per rank."""
     return [f"{one.name}: {_told(one)}" for one in facts]
 
 
@@ -131,7 +131,7 @@ def _told(one: EventFacts) -> str:
 
 
 def judge_events(facts: Sequence[EventFacts]) -> Iterator[Finding]:
-    """What keeps the router from knowing caches."""
+    """Findings that keep the router from knowing the caches."""
     for one in facts:
         for where, why in one.closed:
             message = f"KV events at {where}: {why}"

@@ -6,8 +6,8 @@
     prefill  the prompt, one token, do_remote_decode          ► ticket: the advertised address
     decode   the prompt with that ticket, whole answer        ► seen; its pulls are counted
 
-The prompt begins with a random word, so that no engine has it cached: an answer can be right
-only if the KV cache arrived, or if decode computed the prompt itself; decode's counter of pulls
+The prompt begins with a random word, so that no engine has it cached: an answer can be right only
+if the KV cache arrived, or if decode computed the prompt itself; decode's counter of pulls
 distinguishes the two.
 """
 
@@ -39,7 +39,7 @@ from pdconn.tools.openai.completions import (
 NUM_TOKENS = 16
 MOST_PAIRS = 16
 NEAR_TIE_NATS = 0.1
-"""Two tokens so close in log-probability may change places between two right computations."""
+"""Nats within which two tokens may swap between two correct computations."""
 
 _SENTENCE = "The quick brown fox jumps over the lazy dog and counts the stars of the evening. "
 _REPEATS = 24
@@ -48,17 +48,17 @@ _LEAST_VOCAB = 500
 _SPARE_TOKENS = NUM_TOKENS + 48
 _BAD_REQUEST = 400
 _ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
-"""Of a prompt, which may wait behind others; the pages of an engine have ``--timeout``."""
+"""Time-out of a prompt, which may be queued; other pages use ``--timeout``."""
 _METRIC_WAIT_S = 5.0
 _METRIC_STEP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenAnswer:
-    """Tokens, or pieces of text where the engine gives no ids, and the gap to the second best.
+    """Tokens (text pieces if the engine gives no ids), and the gap to the second best of each.
 
-    ``gaps[i]`` is the log-probability of token ``i`` less that of the next likely one; None
-    where the engine does not report it.
+    ``gaps[i]`` is the log-probability of token ``i`` minus that of the next likely one; None if not
+    reported.
     """
 
     tokens: tuple[Any, ...]
@@ -68,14 +68,14 @@ class GoldenAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GoldenFacts:
-    """One pair.
+    """The result of one pair.
 
     Attributes:
-        error: which request failed, and how.
-        advertised: ``host:port`` of the ticket; None where there was no ticket.
-        pulled: whether decode's counter of pulls rose; None where it has no such counter.
+        error: the failed request and the reason.
+        advertised: ``host:port`` in the ticket; None without a ticket.
+        pulled: whether decode's counter of pulls rose; None without that counter.
         failed: whether its counter of failed pulls rose.
-        engine_id: of the engine that gave the ticket.
+        engine_id: of the engine that issued the ticket.
     """
 
     prefill: str
@@ -91,7 +91,7 @@ class GoldenFacts:
 
     @property
     def position(self) -> int | None:
-        """The first position at which the answers differ; None where they are equal."""
+        """The first position at which the answers differ; None if they are equal."""
         for at, (ours, theirs) in enumerate(zip(self.expected, self.seen, strict=False)):
             if ours != theirs:
                 return at
@@ -103,7 +103,7 @@ class GoldenFacts:
 
 
 def golden_prompt(nonce: str, max_model_len: int | None = None) -> str:
-    """Plain English that begins with ``nonce``, short enough for a tokenizer of bytes."""
+    """English text that begins with ``nonce``, short enough for a byte tokenizer."""
     room = _REPEATS if max_model_len is None else (max_model_len - _SPARE_TOKENS) // len(_SENTENCE)
     return f"{nonce}. {_SENTENCE * max(1, min(_REPEATS, room))}"
 
@@ -116,7 +116,7 @@ def golden_ids(nonce: str, max_model_len: int | None = None) -> list[int]:
 
 
 def golden_pairs(engines: Sequence[EngineFacts]) -> list[tuple[EngineFacts, EngineFacts]]:
-    """Every pair; if there are more than ``MOST_PAIRS``, as many as meet each engine once."""
+    """Every pair; above ``MOST_PAIRS``, only as many as cover each engine once."""
     prefill = [one for one in engines if one.prefills and one.error is None]
     decode = [one for one in engines if one.decodes and one.error is None]
     if not prefill or not decode:
@@ -178,7 +178,7 @@ def _id_of(ticket: Mapping[str, Any]) -> str | None:
 
 
 class GoldenRefused(Exception):
-    """An engine did not answer a golden prompt with tokens; ``status`` of HTTP, if it was that."""
+    """An engine did not answer a golden prompt with tokens; ``status`` is the HTTP status."""
 
     def __init__(self, message: str, status: int = OK) -> None:
         super().__init__(message)
@@ -188,7 +188,7 @@ class GoldenRefused(Exception):
 async def _alone(
     session: aiohttp.ClientSession, url: str, model: str, nonce: str, max_model_len: int | None
 ) -> tuple[dict[str, Any], GoldenAnswer]:
-    """The request, and what prefill answers to it; ids where it takes no text."""
+    """The request, and prefill's answer; with token ids if it accepts no text."""
     prompt = golden_prompt(nonce, max_model_len)
     body = completion_request(model, prompt, NUM_TOKENS, logprobs=2)
     try:
@@ -217,7 +217,7 @@ def golden_answer(completion: Completion) -> GoldenAnswer:
     """Tokens, gaps and ticket of one completion.
 
     Raises:
-        BrokenAnswer: it has no choice.
+        BrokenAnswer: the completion has no choice.
     """
     if not completion.choices:
         raise BrokenAnswer("it has no choice")
@@ -248,7 +248,7 @@ def seen_golden(facts: GoldenFacts) -> str:
 
 
 def judge_golden(pairs: Sequence[GoldenFacts]) -> Iterator[Finding]:
-    """Whether each pair's answer is right, and came from a pull."""
+    """Findings about pairs whose answer is wrong, or did not come from a pull."""
     for one in pairs:
         subject = f"{one.decode} from {one.prefill}"
         if one.error is not None:

@@ -1,4 +1,4 @@
-"""What an engine's ``/metrics`` says of the pulls and leases since its start."""
+"""Pulls and leases since an engine's start, from its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pdconn.tools.doctor.fleet.engines import EngineFacts
 from pdconn.tools.openai.async_client import MAX_PAGE_NBYTES
 
 SMALL_RUN_NBYTES = 16 << 10
-"""Below this a READ is bound by its descriptors, not by the link (docs/network.md)."""
+"""Bytes per run below which a READ is bound by its descriptors, not by the link."""
 LARGE_PULL_NBYTES = 4 << 20
-"""Pulls of less are over soon, however small their runs."""
+"""Pulls of fewer bytes are short, however small their runs."""
 FEW_PULLS = 5
-"""Of fewer no share is judged."""
+"""Fewest events for which a share is judged."""
 _SWAPPED = "give it as the other role here and to the router (--prefill and --decode, or the file)"
 
 _NBYTES = "vllm:nixl_bytes_transferred_sum"
@@ -29,7 +29,7 @@ _NAMES = (*COUNTERS, _NBYTES, _RUNS, _LENT, _EXPIRED, _QUARANTINED)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Sums over an engine's ranks since its start; ``known`` is False where it has no pdconn."""
+    """Sums over an engine's ranks since its start; ``known`` is False without pdconn's metrics."""
 
     known: bool
     pulls: int = 0
@@ -43,14 +43,14 @@ class Traffic:
 
     @property
     def run_nbytes(self) -> int | None:
-        """Bytes of a run, on average; None before the first pull."""
+        """Mean bytes per run; None before the first pull."""
         return self.nbytes // self.runs if self.runs else None
 
 
 def traffic_of(page: str) -> Traffic:
-    """Read a page; lines that make no sense are left out."""
+    """Parse a page; malformed lines are skipped."""
     values = read_values(page, dict.fromkeys(_NAMES, MAX_COUNT), MAX_PAGE_NBYTES)
-    counts = PullCounts.of_page(values) or NO_PULLS
+    counts = PullCounts.from_page(values) or NO_PULLS
     return Traffic(
         not values.by_name.keys().isdisjoint((PULLS, _LENT)),
         pulls=counts.received,
@@ -77,7 +77,7 @@ def seen_traffic(url: str, traffic: Traffic) -> str:
 
 
 def judge_traffic(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
-    """What the counters of all engines that answer say."""
+    """Findings from the counters of all engines that answer."""
     up = [(one, traffic_of(one.metrics)) for one in engines if one.error is None]
     for one, traffic in up:
         if not traffic.known:
@@ -99,10 +99,10 @@ def judge_traffic(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
 
 
 def _roles(engines: Sequence[tuple[EngineFacts, Traffic]]) -> Iterator[Finding]:
-    """Engines that do the opposite of what they were given as.
+    """Findings about engines in the wrong role.
 
-    An engine in both roles lends and pulls; one that was given as prefill and pulls alone, or as
-    decode and lends alone, is the other.
+    An engine in both roles lends and pulls; one that is configured as prefill but only pulls, or as
+    decode but only lends, is the other.
     """
     for one, traffic in engines:
         tried = traffic.pulls + traffic.failed

@@ -1,10 +1,10 @@
-"""How an engine is started, as a user wrote it, read without vLLM.
+"""Parses the way a user starts an engine, without vLLM.
 
-shell         a script as a shell reads it: words, variables, arrays, here-documents
-launch        the vLLM in a command: behind ``env``, ``docker run``, ``bash -c`` and the like
+shell         parses a script as a shell does: words, variables, arrays, here-documents
+launch        finds vLLM in a command: behind ``env``, ``docker run``, ``bash -c`` and the like
 documents     Compose, Kubernetes and other YAML or JSON, and systemd units
-arguments     vLLM's own command line, as its FlexibleArgumentParser takes it
-given_config  the options that matter here, of one engine
-read          one text, file or line to the engines in it
-judge         what keeps such an engine from starting, handing over or falling back
+arguments     parses vLLM's command line as its FlexibleArgumentParser does
+given_config  the relevant options of one engine
+read          finds the engines in a text, file or line
+judge         findings about such an engine: does not start, hand over or fall back
 """

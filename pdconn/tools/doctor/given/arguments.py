@@ -1,7 +1,7 @@
-"""vLLM's command line, as its ``FlexibleArgumentParser`` takes it.
+"""Parses vLLM's command line as its ``FlexibleArgumentParser`` does.
 
-The steps are vLLM's, in its order, with their odd ends: a test compares the outcome with the real
-parser::
+The steps are vLLM's, in its order and with its peculiarities; a test compares the result with the
+real parser::
 
     --config FILE.yaml            its keys become words, before the rest of the line
     --kv_transfer_config, -O3     dashes and underscores before the first dot are alike
@@ -26,13 +26,13 @@ CONFIG = "--config"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of vLLM that is looked at.
+    """An option of vLLM that is examined.
 
     Attributes:
         name: with underscores.
-        least: the shortest abbreviation that vLLM takes for it.
+        least: the shortest abbreviation that vLLM accepts.
         short: names with one dash.
-        is_flag: it takes no value, and ``--no-`` before it turns it off.
+        is_flag: it takes no value, and the prefix ``--no-`` turns it off.
     """
 
     name: str
@@ -64,12 +64,12 @@ ReadFile = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What of a command line matters here.
+    """The relevant part of a command line.
 
     Attributes:
-        transfer: the value of ``--kv-transfer-config``; None where there is none.
-        options: values of :data:`OPTIONS` but that one, by name.
-        ignored: what is written and has no effect in vLLM, a sentence each.
+        transfer: the value of ``--kv-transfer-config``; None if missing.
+        options: values of the other :data:`OPTIONS`, by name.
+        ignored: arguments without effect in vLLM, one sentence each.
     """
 
     transfer: Mapping[str, Any] | None
@@ -78,7 +78,7 @@ class Arguments:
 
 
 def read_arguments(words: Sequence[str], read_file: ReadFile) -> Arguments:
-    """Words behind ``vllm serve``.
+    """Parse the words after ``vllm serve``.
 
     Raises:
         BadQuestion: vLLM would not start with them.
@@ -99,7 +99,7 @@ def read_arguments(words: Sequence[str], read_file: ReadFile) -> Arguments:
 
 
 def words_of_file(config: Mapping[Any, Any], ignored: list[str]) -> list[str]:
-    """The words that vLLM makes of its configuration file."""
+    """The words into which vLLM expands its configuration file."""
     words: list[str] = []
     for key, value in config.items():
         if value is False:
@@ -116,7 +116,7 @@ def words_of_file(config: Mapping[Any, Any], ignored: list[str]) -> list[str]:
 
 
 def _with_file(words: list[str], read_file: ReadFile, ignored: list[str]) -> list[str]:
-    """Options of the file come first, so that those of the line win."""
+    """Insert options of the file first, so that those of the command line win."""
     ignored += [
         f"{word}: vLLM reads the file of {CONFIG} only with a space before it"
         for word in words
@@ -137,7 +137,7 @@ def _with_file(words: list[str], read_file: ReadFile, ignored: list[str]) -> lis
 
 
 def _spelled(word: str) -> list[str]:
-    """The name with dashes up to the first dot; ``-O`` forms become the option that they mean."""
+    """The name with dashes up to the first dot; ``-O`` forms are expanded to their option."""
     if word.startswith("--"):
         key, equals, value = word.partition("=")
         name, dot, inner = key.partition(".")
@@ -148,7 +148,7 @@ def _spelled(word: str) -> list[str]:
 
 
 def _split_dotted(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Words without dotted options, and what each of those is joined to."""
+    """Words without dotted options, and the JSON into which those are merged."""
     left: list[str] = []
     joined: dict[str, dict[str, Any]] = {}
     rest = iter(words)
@@ -189,7 +189,7 @@ def _value(text: str) -> Any:
 
 
 def _sized(text: str) -> int | None:
-    """``1k`` is 1000 and ``1K`` 1024, as vLLM has them; None for what is no such number."""
+    """``1k`` is 1000 and ``1K`` 1024, as in vLLM; None for other text."""
     found = _SIZE.fullmatch(text)
     if found is None or (found[2] in _BINARY and "." in found[1]):
         return None
@@ -220,7 +220,7 @@ def _values(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _named(word: str) -> Option | None:
-    """The option that a word names, in full, abbreviated or short; the exact name goes first."""
+    """The option of a word, in full, abbreviated or short; an exact name has priority."""
     if not word.startswith("-"):
         return None
     for option in OPTIONS:
@@ -231,7 +231,7 @@ def _named(word: str) -> Option | None:
 
 
 def _object(value: Any) -> Mapping[str, Any] | None:
-    """``--kv-transfer-config`` as vLLM takes it: JSON, with ``80m`` and the like for numbers."""
+    """``--kv-transfer-config`` as vLLM parses it: JSON, with numbers such as ``80m``."""
     if value is None or value in ("", "None"):
         return None
     if isinstance(value, str):

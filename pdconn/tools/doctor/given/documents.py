@@ -1,8 +1,8 @@
-"""Engines in YAML, JSON and systemd units.
+"""Finds engines in YAML, JSON and systemd units.
 
 Compose, Kubernetes and its custom resources, Helm values and the rest have one thing in common: a
-mapping with ``command`` or ``args`` and an environment.  That is what is looked for, wherever it
-stands, and mappings with vLLM's own key ``kv_transfer_config``, as Ray Serve has them.
+mapping with ``command`` or ``args`` and an environment.  Such mappings are searched at any depth,
+and mappings with vLLM's own key ``kv_transfer_config``, as in Ray Serve.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IN_UNIT = re.compile(r"\$\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class GivenMapping:
-    """vLLM's options as a mapping, of a file of ``--config`` or of a Python configuration."""
+    """vLLM's options as a mapping, from a ``--config`` file or a Python configuration."""
 
     options: Mapping[str, Any]
     name: str = ""
@@ -40,7 +40,7 @@ class GivenMapping:
 def engines_in(
     node: Any, environ: Mapping[str, str], read: ReadText
 ) -> Iterator[Launch | GivenMapping]:
-    """What starts vLLM, anywhere below ``node``."""
+    """Every start of vLLM below ``node``."""
     if isinstance(node, Mapping) and isinstance(node.get("services"), Mapping):
         outer = {**variables_of_file(read(".env") or "", environ), **environ}
         for name, service in node["services"].items():
@@ -79,7 +79,7 @@ def _name_of(node: Mapping[Any, Any]) -> str:
 def _launches_of_container(
     node: Mapping[Any, Any], name: str, environ: Mapping[str, str], read: ReadText
 ) -> Iterator[Launch]:
-    """A mapping with ``command`` or ``args``, or another list of vLLM's options."""
+    """The starts in a mapping with ``command`` or ``args``, or another list of vLLM's options."""
     words = [word for key in _WORDS for word in _words(node.get(key))]
     for key, value in node.items():
         if key not in _WORDS and isinstance(value, list):
@@ -92,7 +92,7 @@ def _launches_of_container(
     found = list(launches_of(ShellCommand(tuple(words), own), own, read))
     options = any(map(is_transfer_option, words)) or "--config" in words
     if not found and options:
-        found = [Launch(tuple(words), own)]  # the image's entry point, or a script, is vllm serve
+        found = [Launch(tuple(words), own)]  # the image's entry point, or a script, runs vllm serve
     is_host = node.get("network_mode") == "host"
     for one in found:
         yield replace(one, name=name, in_container=True, inherits=False, is_host_network=is_host)
@@ -129,7 +129,7 @@ def _environment(
 
 
 def _of_kubernetes(one: Mapping[str, Any]) -> str | None:
-    """A variable's value, or what stands for one that only the cluster knows; None if nothing."""
+    """A variable's value, a placeholder if only the cluster knows it; None without either."""
     if "value" in one:
         return _scalar(one["value"])
     source = one.get("valueFrom")
@@ -146,7 +146,7 @@ def _scalar(value: Any) -> str:
 
 
 def _filled(node: Any, environ: Mapping[str, str]) -> Any:
-    """Compose's ``${NAME:-default}`` in every text."""
+    """``node`` with Compose's ``${NAME:-default}`` expanded in every text."""
     if isinstance(node, str):
         return expanded(node, environ) if "$" in node else node
     if isinstance(node, Mapping):
@@ -155,7 +155,7 @@ def _filled(node: Any, environ: Mapping[str, str]) -> Any:
 
 
 def launches_of_unit(text: str, read: ReadText) -> list[Launch]:
-    """``ExecStart=`` of a systemd unit, with its ``Environment=`` and ``EnvironmentFile=``."""
+    """The starts in ``ExecStart=`` of a systemd unit, with its environment."""
     environ: dict[str, str] = {}
     starts: list[Sequence[str]] = []
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():

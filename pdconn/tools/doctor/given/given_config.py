@@ -1,4 +1,4 @@
-"""The options of one engine that matter here."""
+"""The relevant options of one engine."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ DEFAULT_PORT = 5600
 DEFAULT_HOST = "localhost"
 ADDRESSES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", *VARIABLES)
 AN_ADDRESS = "192.0.2.1"
-"""Stands for one that only the shell or the cluster knows (RFC 5737 keeps it for examples)."""
+"""Placeholder for a value that only the shell or the cluster knows (RFC 5737, documentation)."""
 _OF_PROGRAMS = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
-"""Variables that say where programs are: doctor starts some in the place of the engine."""
+"""Variables with paths of programs: doctor starts some on behalf of the engine."""
 _MULTI = "MultiConnector"
 _MOST_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class GivenConfig:
-    """An engine as it is to be started.
+    """The configuration with which an engine is to be started.
 
     Attributes:
-        transfer: the value of ``--kv-transfer-config``; None where there is none.
-        options: other options that are looked at, by name with underscores.
-        environ: environment variables that are set for it.
-        as_nixl: NixlConnector's name stands for ours (``PDCONN_AS_NIXL=1``).
-        name: of its container or service; "" where it has none.
-        in_container: it sees a container's files and addresses.
-        is_host_network: a container with this host's addresses.
-        inherits: it gets the environment of the shell that starts it, too.
+        transfer: the value of ``--kv-transfer-config``; None if missing.
+        options: other examined options, by name with underscores.
+        environ: environment variables set for it.
+        as_nixl: whether NixlConnector's name selects ours (``PDCONN_AS_NIXL=1``).
+        name: name of its container or service; "" without one.
+        in_container: whether it has a container's files and addresses.
+        is_host_network: whether its container has this host's addresses.
+        inherits: whether it also gets the environment of the starting shell.
         guessed: variables whose values only the shell or the cluster knows.
-        ignored: what is written and has no effect in vLLM, a sentence each.
+        ignored: arguments without effect in vLLM, one sentence each.
     """
 
     transfer: Mapping[str, Any] | None
@@ -62,7 +62,7 @@ class GivenConfig:
         return next(iter(named or meant), None)
 
     def names_ours(self, entry: Mapping[str, Any]) -> bool:
-        """Whether vLLM makes our connector of an entry."""
+        """Whether vLLM loads our connector for an entry."""
         name, path = entry.get("kv_connector"), entry.get("kv_connector_module_path")
         if path is None:
             return name in NAMES or (self.as_nixl and name in REPLACED)
@@ -75,7 +75,7 @@ class GivenConfig:
 
     @property
     def num_ports(self) -> int:
-        """Ports of side channels on this host: one for each data-parallel rank here."""
+        """Ports of side channels on this host: one per local data-parallel rank."""
         for name in ("data_parallel_size_local", "data_parallel_size"):
             size = str(self.options.get(name, ""))
             if size.isdecimal() and 0 < int(size) <= _MOST_RANKS:
@@ -95,6 +95,6 @@ class GivenConfig:
         return knows_them and (self.is_host_network or not self.in_container)
 
     def engine_environment(self, outer: Mapping[str, str]) -> Mapping[str, str]:
-        """All variables that it gets; ``outer`` is of the shell that would start it here."""
+        """All its variables; ``outer`` is the environment of the starting shell."""
         kept = outer if self.inherits else {k: v for k, v in outer.items() if k in _OF_PROGRAMS}
         return {**kept, **self.environ}

@@ -1,4 +1,4 @@
-"""What keeps an engine, as it is to be started, from starting, handing over or falling back."""
+"""Findings about an engine's configuration: does not start, hand over or fall back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRANSFER_KEYS = (
     "kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port", "kv_load_failure_policy",
     "kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv",
 )  # fmt: skip
-"""All that vLLM's KVTransferConfig takes."""
+"""All fields of vLLM's KVTransferConfig."""
 _KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _CREDENTIALS = ("secret_file", "tls_cert", "tls_key", "tls_ca")
 _SET = 'set "kv_connector": "PdconnConnector", "kv_connector_module_path": "pdconn.vllm"'
@@ -34,10 +34,10 @@ _SET = 'set "kv_connector": "PdconnConnector", "kv_connector_module_path": "pdco
 def settings_of_given(
     given: GivenConfig, environ: Mapping[str, str]
 ) -> tuple[Settings | None, list[FieldError]]:
-    """Our settings as the engine would read them, or all for which it would refuse to start.
+    """Our settings as the engine would parse them, or all errors at which it would not start.
 
     Args:
-        environ: of the shell that would start it here.
+        environ: of the starting shell.
     """
     merged = dict(given.engine_environment(environ))
     extra = dict(given.extra)
@@ -61,7 +61,7 @@ def settings_of_given(
 
 
 def _leave_to_container(extra: dict[str, object], environ: dict[str, str]) -> None:
-    """Leave out what only the container knows: files that are not here, and its address."""
+    """Remove what only the container knows: files that are not here, and its address."""
     unseen = [key for key in _CREDENTIALS if key in extra and not _is_here(extra[key])]
     for key in unseen:
         del extra[key]
@@ -93,10 +93,10 @@ def named_host(settings: Settings, environ: Mapping[str, str]) -> str:
 
 
 def judge_given(given: GivenConfig, refused: list[FieldError]) -> Iterator[Finding]:
-    """What to change.
+    """The findings about a configuration.
 
     Args:
-        refused: by :func:`settings_of_given`.
+        refused: errors from :func:`settings_of_given`.
     """
     for words in given.ignored:
         remedy = "write it so that vLLM reads it; docs/doctor.md lists what it does not"
@@ -129,7 +129,7 @@ def judge_given(given: GivenConfig, refused: list[FieldError]) -> Iterator[Findi
 
 
 def _keep_alive(given: GivenConfig) -> Iterator[Finding]:
-    """vLLM's server must keep idle connections for longer than the router does."""
+    """A finding if vLLM's server closes idle connections before the router does."""
     set_to = given.environ.get(_KEEP_ALIVE)
     if set_to is None or (set_to.isdecimal() and int(set_to) > KEEPALIVE_S):
         return
@@ -172,7 +172,7 @@ def _connector(given: GivenConfig) -> Iterator[Finding]:
 
 
 def _is_meant(name: object, path: object) -> bool:
-    """Whether a module path that is none of ours was meant to be one."""
+    """Whether an unknown module path was probably meant to be ours."""
     return name in NAMES or did_you_mean(str(path), MODULES).startswith("did you mean")
 
 

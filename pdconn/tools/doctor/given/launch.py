@@ -1,4 +1,4 @@
-"""The vLLM in a command: its words and its environment, behind whatever starts it.
+"""Finds the vLLM in a command: its words and its environment, behind any launcher.
 
 NAME=VALUE vllm serve MODEL ...             env NAME=VALUE ..., sudo, srun, numactl, nohup
 python -m vllm.entrypoints.openai.api_server --model MODEL ...
@@ -37,14 +37,14 @@ class Launch:
     """A start of vLLM.
 
     Attributes:
-        words: behind ``vllm serve``.
-        environ: what is set for it.
-        name: of its container or service; "" where it has none.
-        in_container: it sees a container's files and addresses, not this host's.
-        is_host_network: a container with the host's addresses.
-        inherits: it gets the environment of the shell that starts it, too.
+        words: after ``vllm serve``.
+        environ: variables set for it.
+        name: name of its container or service; "" without one.
+        in_container: whether it has a container's files and addresses, not this host's.
+        is_host_network: whether its container has the host's addresses.
+        inherits: whether it also gets the environment of the starting shell.
         files: texts that the script has written, by path.
-        folder: that names of files may be meant from, beside the current one.
+        folder: base of relative file names, beside the current one.
     """
 
     words: tuple[str, ...]
@@ -58,10 +58,10 @@ class Launch:
 
 
 def launches_of_script(text: str, environ: Mapping[str, str], read: ReadText) -> list[Launch]:
-    """Every start of vLLM in a script; without one, options of vLLM that stand alone.
+    """Every start of vLLM in a script; without one, a bare list of vLLM's options.
 
     Raises:
-        BadQuestion: it cannot be taken apart.
+        BadQuestion: the script cannot be parsed.
     """
     commands, files = read_script(text, environ, read)
     found = [
@@ -81,7 +81,7 @@ def launches_of_script(text: str, environ: Mapping[str, str], read: ReadText) ->
 def launches_of(
     command: ShellCommand, environ: Mapping[str, str], read: ReadText
 ) -> Iterator[Launch]:
-    """The start of vLLM in one command, if it is one."""
+    """The starts of vLLM in one command."""
     words, own = command.words, dict(command.variables)
     for at, word in enumerate(words):
         name = word.rpartition("/")[2]
@@ -104,7 +104,7 @@ def launches_of(
 
 
 def _behind_vllm(name: str, rest: Sequence[str]) -> tuple[str, ...] | None:
-    """Words behind ``vllm serve`` in any of its spellings; None if this is none."""
+    """The words after ``vllm serve`` in any of its spellings; None for another command."""
     if name == "vllm" and rest[:1] and rest[0] == "serve":
         return tuple(rest[1:])
     if name == "-m" and rest and _MODULE.fullmatch(rest[0]):
@@ -117,7 +117,7 @@ def _behind_vllm(name: str, rest: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def _script_of(words: Sequence[str]) -> str | None:
-    """The script behind ``-c``, ``-lc`` and the like."""
+    """The script after ``-c``, ``-lc`` and the like."""
     for word, following in pairwise(words):
         if _SHELL_SCRIPT.fullmatch(word):
             return following
@@ -137,7 +137,7 @@ class _ContainerOptions:
 def _of_container(
     words: Sequence[str], shell: Mapping[str, str], environ: Mapping[str, str], read: ReadText
 ) -> Iterator[Launch]:
-    """``run``, its options, an image, and what it runs."""
+    """Parse ``run``, its options, an image, and the command in it."""
     options = _ContainerOptions()
     rest = list(words[1:])
     while rest and rest[0].startswith("-"):
@@ -180,7 +180,7 @@ def _take_option(
 
 
 def variables_of_file(text: str, outer: Mapping[str, str]) -> dict[str, str]:
-    """``NAME=VALUE`` lines; a name alone is passed on from outside."""
+    """``NAME=VALUE`` lines; a name alone is inherited from outside."""
     found: dict[str, str] = {}
     for line in map(str.strip, text.splitlines()):
         key, equals, value = line.removeprefix("export ").partition("=")

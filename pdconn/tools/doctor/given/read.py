@@ -1,12 +1,12 @@
-"""One text to the engines in it.
+"""Finds the engines in one text.
 
     '{"kv_connector": "PdconnConnector", ...}'       the JSON of --kv-transfer-config
     "vllm serve MODEL --kv-transfer-config ..."      a line of a shell
     FILE, FILE#NAME                                  JSON; vLLM's --config file; a script; Compose,
                                                      Kubernetes or other YAML; a systemd unit
 
-A text that speaks of a connector in a place that is not understood is refused: it must never be
-taken for an engine without one.
+A text that mentions a connector in a place that is not understood is refused: it must never be
+taken for an engine without a connector.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _UNIT = re.compile(r"^\s*ExecStart\s*=", re.MULTILINE)
 _KEY = re.compile(r"[A-Za-z][\w./-]*\+?")
 _SHELL_WORDS = re.compile(r"\s--|^\s*(?:\w+=\S*\s+)*vllm\s|\n")
 _RUN = re.compile(r"\$\(|`")
-"""A command in a value, which only a shell could run."""
+"""A command substitution in a value, which only a shell could run."""
 _MOST_NAMED = 12
 
 
 def read_given(text: str, environ: Mapping[str, str] = os.environ) -> GivenConfig:
-    """The one engine in a text; ``environ`` is this process's environment.
+    """The only engine in a text; ``environ`` is this process's environment.
 
     Raises:
         BadQuestion: there is none, or several.
@@ -75,7 +75,7 @@ def read_engines(text: str, environ: Mapping[str, str] = os.environ) -> tuple[Gi
 
 
 def _content(text: str) -> tuple[str, str, str]:
-    """What there is to read, the folder of its file, and the engine that is asked for."""
+    """The text to parse, the folder of its file, and the name of the selected engine."""
     if text.lstrip().startswith("{") or _SHELL_WORDS.search(text):
         return text, ".", ""
     path, _, name = text.partition("#")
@@ -118,7 +118,7 @@ def _of_nodes(
             continue
         inner = list(engines_in(node, environ, read))
         if not inner and len(nodes) == 1 and isinstance(node, Mapping):
-            inner = [GivenMapping(node)]  # a file of --config without a connector
+            inner = [GivenMapping(node)]  # a --config file without a connector
         found += inner
     for one in found:
         if isinstance(one, Launch):
@@ -164,7 +164,7 @@ def _as_nixl(environ: Mapping[str, str]) -> bool:
 
 
 def _reader(folder: str) -> ReadText:
-    """Files as a command names them: from here, else from beside the file that has the command."""
+    """Reads files as a command names them: relative to here, else to the command's own file."""
 
     def read(path: str) -> str | None:
         for place in (Path(path), Path(folder) / path):
@@ -178,7 +178,7 @@ def _reader(folder: str) -> ReadText:
 
 
 def _documents(content: str) -> list[Any] | None:
-    """A file's mappings or lists, if it is YAML; None if it is none, as of a script."""
+    """The mappings or lists of a YAML file; None for other text, such as a script."""
     if content.startswith("#!"):
         return None
     try:
@@ -197,7 +197,7 @@ def _documents(content: str) -> list[Any] | None:
 
 def _yaml(content: str, where: str) -> list[Any]:
     try:
-        yaml = import_module("yaml")  # of vLLM; without it files must be JSON
+        yaml = import_module("yaml")  # a dependency of vLLM; without it files must be JSON
     except ImportError:
         raise BadQuestion(CONFIG, "JSON, or PyYAML for a file of YAML", where) from None
     try:
@@ -211,7 +211,7 @@ def _json(content: str, where: str) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         try:
-            return _yaml(content, where)[0]  # {a: b} is YAML, too
+            return _yaml(content, where)[0]  # {a: b} is YAML too
         except BadQuestion:
             raise BadQuestion(CONFIG, "JSON", f"{where}: {error}") from None
 
@@ -223,6 +223,6 @@ def _names(found: tuple[GivenConfig, ...]) -> str:
 
 
 def shown(where: str) -> str:
-    """A text or path for an error, in one short line."""
+    """A text or path for an error, on one short line."""
     line = " ".join(where.split())
     return line if len(line) < 80 else f"{line[:77]}..."

@@ -1,9 +1,9 @@
-"""A script, as a POSIX shell or bash reads it, as far as scripts that start engines go.
+"""Parses scripts as a POSIX shell or bash does, as far as scripts that start engines need.
 
-Nothing is run.  Quotes, comments, line continuations, variables with their defaults, arrays,
-``export``, here-documents and ``$(cat FILE)`` are understood; of control flow all branches count,
-and the first value of a ``for``.  What only a run knows (``$(hostname -i)``) stays as it is
-written.
+Nothing is executed.  Quotes, comments, line continuations, variables with their defaults, arrays,
+``export``, here-documents and ``$(cat FILE)`` are understood; all branches of control flow count,
+and the first value of a ``for``.  Substitutions that need execution (``$(hostname -i)``) stay
+unexpanded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _OPERATOR = re.compile(r"\d*(?:&>>|&>|>&|<&|>>|<<<|<<-?|>\||>|<)|&&|\|\||;;|[;&|
 _TO_FILE = (">", ">>", ">|")
 
 ReadText = Callable[[str], str | None]
-"""The text of a file that a script names; None where there is none."""
+"""The text of a file that a script names; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShellCommand:
-    """A simple command, and the environment that it gets beside the shell's own."""
+    """A simple command, with its environment beside the shell's own."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str]
@@ -37,7 +37,7 @@ class ShellCommand:
 
 @dataclass(slots=True)
 class _Scope:
-    """Variables of the script so far, and files that it has written."""
+    """The variables of the script so far, and the files that it has written."""
 
     inherited: Mapping[str, str]
     read: ReadText
@@ -53,7 +53,7 @@ class _Scope:
         return self.values.get(name, self.inherited.get(name))
 
     def exported_variables(self) -> dict[str, str]:
-        """What commands get: what is exported, or was in the environment before."""
+        """The environment of commands: exported variables, and those inherited."""
         passed = self.exported | set(self.inherited)
         return {k: v for k, v in self.values.items() if self.exports_all or k in passed}
 
@@ -64,17 +64,17 @@ class _Scope:
 def read_script(
     text: str, inherited: Mapping[str, str], read: ReadText = lambda path: None
 ) -> tuple[list[ShellCommand], Mapping[str, str]]:
-    """All simple commands, and files that here-documents of the script write.
+    """All simple commands, and the files that here-documents of the script write.
 
     Raises:
-        BadQuestion: a quote or a parenthesis is open at the end.
+        BadQuestion: a quote or a parenthesis is not closed.
     """
     scope = _Scope(inherited, read)
     return list(_Reader(text.replace("\r\n", "\n"), scope).commands()), scope.files
 
 
 def expanded(text: str, variables: Mapping[str, str], read: ReadText = lambda path: None) -> str:
-    """``$NAME`` and ``${NAME:-default}`` of a text in which nothing is quoted, as of Compose."""
+    """Expand ``$NAME`` and ``${NAME:-default}`` in text without quotes, as in Compose."""
     word = _Word(_Scope(variables, read))
     at = 0
     while at < len(text):
@@ -87,7 +87,7 @@ def expanded(text: str, variables: Mapping[str, str], read: ReadText = lambda pa
 
 
 class _Word:
-    """A word in the making: one field, or several where an unquoted variable has spaces."""
+    """A word under construction: one field, or several if an unquoted variable has spaces."""
 
     def __init__(self, scope: _Scope) -> None:
         self.scope = scope
@@ -104,7 +104,7 @@ class _Word:
         return at + 1
 
     def append_value(self, value: str, *, quoted: bool) -> None:
-        """A variable's value: split where it is not quoted."""
+        """Append a variable's value, which is split unless quoted."""
         pieces = [value] if quoted else value.split()
         if not pieces:
             return
@@ -114,7 +114,7 @@ class _Word:
         self.fields += pieces[1:]
 
     def append_fields(self, values: list[str]) -> None:
-        """``"${NAME[@]}"``: a field each."""
+        """Append ``"${NAME[@]}"``: one field per value."""
         for number, value in enumerate(values):
             if number:
                 self.fields.append(value)
@@ -160,7 +160,7 @@ class _Reader:
                     return
 
     def _skip(self) -> None:
-        """Blanks, continued lines and comments."""
+        """Skip blanks, continued lines and comments."""
         while self._at < len(self._text):
             if self._text[self._at] in " \t":
                 self._at += 1
@@ -172,7 +172,7 @@ class _Reader:
                 return
 
     def _read_bodies(self) -> None:
-        """The lines of here-documents that this line has begun."""
+        """Read the here-documents that this line has begun."""
         for end, strips_tabs, body in self._bodies:
             lines = []
             while self._at < len(self._text):
@@ -208,7 +208,7 @@ class _Reader:
         return word
 
     def _is_array(self, word: _Word) -> bool:
-        """``NAME=(a b)``: its words, which may stand on several lines."""
+        """Parse ``NAME=(a b)``, whose words may span several lines."""
         found = _ASSIGNED.fullmatch("".join(word.fields))
         if found is None:
             return False
@@ -254,7 +254,7 @@ class _Reader:
             word.append_text("")
 
     def _simple(self, words: list[_Word]) -> Iterator[ShellCommand]:
-        """A command, or assignments, which change what comes after."""
+        """A command, or assignments, which affect what follows."""
         fields = [one for word in words for one in word.fields]
         while fields and fields[0] in _KEYWORDS:
             del fields[0]
@@ -281,7 +281,7 @@ class _Reader:
 
 
 def _dollar(text: str, at: int, word: _Word, *, quoted: bool) -> int:
-    """Expand what begins at ``at``; returns where it ends."""
+    """Expand the expression at ``at``; returns its end."""
     if text[at] == "`" or text.startswith("$(", at):
         return _substitute(text, at, word, quoted=quoted)
     if text.startswith("$$", at):
@@ -310,7 +310,7 @@ def _braced(text: str, at: int, word: _Word, *, quoted: bool) -> int:
 
 
 def _chosen(found: re.Match[str], scope: _Scope) -> str:
-    """A variable, or what ``:-``, ``:=`` and ``:+`` put in its place."""
+    """The value of a variable, with ``:-``, ``:=`` and ``:+`` applied."""
     held, how, other = scope.value(found[1]), found[2] or "", found[3] or ""
     is_there = bool(held) if how.startswith(":") else held is not None
     takes_other = how.endswith("+") == is_there
@@ -321,7 +321,7 @@ def _chosen(found: re.Match[str], scope: _Scope) -> str:
 
 
 def _substitute(text: str, at: int, word: _Word, *, quoted: bool) -> int:
-    """``$(cat FILE)``; other commands are left as they are, since nothing is run."""
+    """Expand ``$(cat FILE)``; other commands stay unexpanded, since nothing is executed."""
     if text[at] == "`":
         end = text.find("`", at + 1) + 1 or len(text)
         inner = text[at + 1 : end - 1]
@@ -339,7 +339,7 @@ def _substitute(text: str, at: int, word: _Word, *, quoted: bool) -> int:
 
 
 def _closing(text: str, at: int, opening: str, closing: str) -> int:
-    """Behind the parenthesis that closes the one before ``at``."""
+    """The position after the parenthesis that closes the one before ``at``."""
     depth = 1
     while depth and at < len(text):
         depth += (text[at] == opening) - (text[at] == closing)

@@ -1,8 +1,8 @@
-"""Secret and TLS files: what an engine's own checks say, and a handshake with ourselves.
+"""Checks secret and TLS files: the engine's own checks, and a handshake with itself.
 
-A certificate, its key and the CA are tried as both sides use them: a TLS session in memory
-between the policy for peers that dial us and the policy for peers that we dial.  That shows an
-expired certificate, one that the CA did not sign, and one that may not be a server's or client's.
+A certificate, its key and the CA are tried in both roles: a TLS session in memory between the
+policy for peers that dial us and the policy for peers that we dial.  That reveals an expired
+certificate, one that the CA did not sign, and one that is not valid for servers or for clients.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from pdconn.sidechannel.security import is_loopback
 from pdconn.tools.doctor.findings import Finding, fault, of_error, warning
 
 SOON_S = 14 * 86400.0
-"""A certificate that ends within this is worth a warning."""
+"""Seconds before a certificate's end from which a warning is given."""
 
 _STEPS = 16
-"""Exchanges of a handshake, at most; TLS 1.3 needs two."""
+"""Maximum exchanges of a handshake; TLS 1.3 needs two."""
 
 
 @dataclass(frozen=True, slots=True)
 class CredentialFacts:
-    """What was found of the files; errors are those that an engine would end with.
+    """Facts about the files; errors are those with which an engine would end.
 
     Attributes:
-        has_secret, has_tls: whether one is configured and can be loaded.
-        errors: why one cannot be.
-        handshake: why a session with ourselves failed; None where it did not, or without TLS.
-        ends_at: when the certificate ends, seconds since the epoch.
-        names: hosts that it names.
-        cert: its path.
+        has_secret, has_tls: whether it is configured and loads.
+        errors: reasons why one does not load.
+        handshake: the reason why a session with itself failed; None if it did not, or without TLS.
+        ends_at: end of the certificate, in seconds since the epoch.
+        names: hosts in the certificate.
+        cert: path of the certificate.
     """
 
     has_secret: bool = False
@@ -93,7 +93,7 @@ def read_credentials(
 def _with_ourselves(
     lender: ssl.SSLContext, reader: ssl.SSLContext
 ) -> tuple[dict[str, Any], str | None]:
-    """The certificate that a peer of ours would see, and why a handshake fails."""
+    """The certificate as a peer would see it, and the reason why a handshake fails."""
     to_lender, to_reader = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         lender.wrap_bio(to_lender, to_reader, server_side=True),
@@ -117,7 +117,7 @@ def _with_ourselves(
 
 
 def seen_credentials(facts: CredentialFacts, now: float) -> str:
-    """A line of what protects the side channel."""
+    """One line about the protection of the side channel."""
     parts = ["a secret" if facts.has_secret else "no secret"]
     if not facts.has_tls:
         parts.append("no TLS")
@@ -137,11 +137,11 @@ def judge_credentials(
     named: str | None = None,
     now: float | None = None,
 ) -> Iterator[Finding]:
-    """What an engine, or its peers, would refuse.
+    """Findings about files that an engine, or its peers, would refuse.
 
     Args:
-        listens_at: where this engine's side channel listens; None: it has none.
-        named: the host that tickets name and peers check; None: not known, or not checked.
+        listens_at: address of this engine's side channel; None without one.
+        named: the host in tickets that peers check; None if unknown, or not checked.
         now: seconds since the epoch.
     """
     for error in facts.errors:
@@ -173,7 +173,7 @@ def judge_credentials(
 
 
 def _names(names: tuple[str, ...], host: str) -> bool:
-    """Whether a certificate's names cover a host; ``*`` stands for one label."""
+    """Whether a certificate's names cover a host; ``*`` matches one label."""
     lowered = host.lower()
     parent = lowered.partition(".")[2]
     return any(name.lower() in (lowered, f"*.{parent}") for name in names)

@@ -1,7 +1,7 @@
-"""Network cards and GPUs from /sys, and which card is next to which GPU.
+"""Network cards and GPUs from /sys, and the card nearest to each GPU.
 
-A GPU's nearest card is the one that shares the longest path of PCIe bridges with it; if several
-do, one on the same NUMA node; then the fastest::
+A GPU's nearest card shares the longest path of PCIe bridges with it; among several, one on the same
+NUMA node; then the fastest::
 
     /sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0/...          a switch
                                          ├── 0000:17:00.0/0000:18:00.0   GPU
@@ -44,9 +44,9 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class NetDevice:
-    """A network interface; ``gbits_per_s`` None where the driver does not say.
+    """A network interface; ``gbits_per_s`` is None if the driver does not report it.
 
-    ``is_paired`` for a container's card: one end of a pair whose other end is elsewhere.
+    ``is_paired``: a container's card, one end of a pair whose other end is elsewhere.
     """
 
     name: str
@@ -60,7 +60,7 @@ class NetDevice:
 
 @dataclass(frozen=True, slots=True)
 class GpuDevice:
-    """A GPU in the order of its PCI address, which is CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """A GPU in PCI address order, which is CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
 
     index: int
     bus: str
@@ -71,7 +71,7 @@ class GpuDevice:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """All of a host."""
+    """All devices of a host."""
 
     rdma: tuple[RdmaPort, ...] = ()
     nets: tuple[NetDevice, ...] = ()
@@ -86,20 +86,20 @@ class Devices:
     def usable_nets(self) -> tuple[NetDevice, ...]:
         """Interfaces that lead to other hosts: no loopback, bridge or host's end of a pair.
 
-        In a container there is no physical card, and its own end of a pair is what there is.
+        A container has no physical card, so its own end of a pair counts.
         """
         up = [net for net in self.nets if net.is_up and not net.is_loopback]
         return tuple([net for net in up if net.is_physical] or [net for net in up if net.is_paired])
 
     @property
     def names(self) -> set[str]:
-        """Everything that ``UCX_NET_DEVICES`` may name."""
+        """All valid names for ``UCX_NET_DEVICES``."""
         with_ports = {port.name for port in self.rdma}
         return with_ports | {port.device for port in self.rdma} | {net.name for net in self.nets}
 
 
 def read_devices(root: Path = Path("/")) -> Devices:
-    """Read the devices below ``root/sys``; those that cannot be read are left out."""
+    """Read the devices below ``root/sys``; unreadable ones are skipped."""
     return Devices(
         tuple(_rdma_ports(root)), tuple(_net_devices(root / "sys/class/net")), _gpus(root)
     )
@@ -127,7 +127,7 @@ def _net_devices(folder: Path) -> Iterator[NetDevice]:
             _numa(device / "device"),
             is_loopback=device.name == "lo",
             is_physical=text_of(device / "type") == _ETHERNET and (device / "device").exists(),
-            # A host's end of such a pair is joined to a bridge, which is its master.
+            # The host's end of such a pair belongs to a bridge, which is its master.
             is_paired=text_of(device / "iflink") != text_of(device / "ifindex")
             and not (device / "master").exists(),
         )
@@ -146,7 +146,7 @@ def _gpus(root: Path) -> tuple[GpuDevice, ...]:
 
 
 def nearest_port(gpu: GpuDevice, ports: Sequence[RdmaPort]) -> RdmaPort | None:
-    """The active port next to a GPU."""
+    """The active port nearest to a GPU."""
     active = [port for port in ports if port.is_active]
     return max(active, key=lambda port: _nearness(gpu, port), default=None)
 
@@ -159,7 +159,7 @@ def _nearness(gpu: GpuDevice, port: RdmaPort) -> tuple[int, bool, float, str]:
 
 
 def ucx_lines(devices: Devices) -> list[str]:
-    """A ready line of UCX's variables by GPU, or for host memory where there is no GPU."""
+    """A ready line of UCX's variables per GPU, or for host memory without GPUs."""
     if devices.gpus:
         return [_gpu_line(gpu, devices) for gpu in devices.gpus]
     port = max(devices.active_rdma, key=lambda one: one.gbits_per_s, default=None)
@@ -190,7 +190,7 @@ def _fastest(devices: Devices) -> NetDevice | None:
 
 
 def seen_devices(devices: Devices) -> str:
-    """A line of the network devices."""
+    """One line about the network devices."""
     named = [f"{port.name} {port.gbits_per_s:g} Gbit/s" for port in devices.active_rdma]
     for net in devices.usable_nets:
         speed = "" if net.gbits_per_s is None else f" {net.gbits_per_s:g} Gbit/s"

@@ -18,20 +18,20 @@ LEAST_SHM_NBYTES = GIB
 LEAST_OPEN_FILES = 4096
 _CAP_SYS_PTRACE = 19
 _ADMIN_ONLY = 2
-"""``ptrace_scope`` from which on only privileged processes may read others' memory."""
+"""``ptrace_scope`` from which only privileged processes may read other processes' memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """What the kernel allows; None for what it does not say.
+    """The kernel's limits; None for unknown values.
 
     Attributes:
-        memory: bytes of this host; 0 if it is not known.
+        memory: bytes of this host; 0 if unknown.
         memlock: bytes that a process may pin; None without a limit.
         open_files: descriptors of a process; None without a limit.
         huge_pages: the chosen word of ``transparent_hugepage``.
         shm: total and free bytes of /dev/shm.
-        ptrace_scope: of the Yama module; None where it is not loaded.
+        ptrace_scope: of the Yama module; None if it is not loaded.
         may_trace: whether this process has CAP_SYS_PTRACE.
     """
 
@@ -60,7 +60,7 @@ def read_limits(root: Path = Path("/")) -> HostLimits:
 
 
 def seen_limits(limits: HostLimits) -> str:
-    """A line of all of them."""
+    """One line with all limits."""
     shm = "none" if limits.shm is None else f"{sized(limits.shm[1])} free"
     scope = "not restricted" if limits.ptrace_scope is None else str(limits.ptrace_scope)
     return (
@@ -72,7 +72,7 @@ def seen_limits(limits: HostLimits) -> str:
 def judge_limits(
     limits: HostLimits, devices: Devices, *, wants_huge_pages: bool = True
 ) -> Iterator[Finding]:
-    """What costs speed, or keeps transports from starting."""
+    """Findings about limits that reduce speed, or keep transports from starting."""
     yield from _memlock(limits, devices)
     if limits.open_files is not None and limits.open_files < LEAST_OPEN_FILES:
         message = f"expected at least {LEAST_OPEN_FILES} descriptors, got {limits.open_files}"
@@ -162,7 +162,7 @@ def _memory(meminfo: Path) -> int:
 
 
 def sized(nbytes: int) -> str:
-    """Bytes in the largest binary unit that they fill.
+    """Bytes in the largest binary unit that is not above them.
 
     >>> sized(8 << 20), sized(3 << 29)
     ('8 MiB', '1.5 GiB')

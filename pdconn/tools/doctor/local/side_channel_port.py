@@ -1,4 +1,4 @@
-"""The side channel's port on this host: free, ours already, or taken by something else."""
+"""Checks the side channel's port on this host: free, used by an engine, or by something else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 2.0
 
 
 class PortUse(StrEnum):
-    """What holds a port."""
+    """The user of a port."""
 
     FREE = "free"
     ENGINE = "an engine of pdconn answers there"
@@ -28,7 +28,7 @@ class PortUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """``detail`` says more of what answered, or why the address cannot be bound."""
+    """``detail``: what answered, or why the address cannot be bound."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class PortFacts:
 
 
 def read_port(host: str, port: int, security: Security) -> PortFacts:
-    """Try to listen; if the port is in use, ask what listens there."""
+    """Try to listen; if the port is in use, query it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -60,7 +60,7 @@ def read_port(host: str, port: int, security: Security) -> PortFacts:
 
 
 def _asked(host: str, port: int, security: Security) -> PortFacts:
-    """What an engine answers; one that wants other credentials is an engine, too."""
+    """An engine's answer; an engine that requires other credentials counts too."""
     try:
         described = describe(host, port, _TIMEOUT_S, security)
     except Unauthenticated as error:
@@ -73,11 +73,11 @@ def _asked(host: str, port: int, security: Security) -> PortFacts:
 
 
 def judge_loopback(where: str, decodes: Sequence[str], *, is_isolated: bool) -> Iterator[Finding]:
-    """An engine whose tickets name loopback, at ``where``.
+    """Findings about an engine whose tickets name loopback, at ``where``.
 
     Args:
-        decodes: hosts of decode engines that are known.
-        is_isolated: the engine is in a network of its own, as a container's.
+        decodes: hosts of known decode engines.
+        is_isolated: whether the engine is in a network of its own, as in a container.
     """
     remedy = (
         'set "side_channel_host": "0.0.0.0", or VLLM_NIXL_SIDE_CHANNEL_HOST to an address that '
@@ -96,7 +96,7 @@ def judge_loopback(where: str, decodes: Sequence[str], *, is_isolated: bool) -> 
 
 
 def judge_port(facts: PortFacts) -> Iterator[Finding]:
-    """Findings where an engine could not listen."""
+    """Findings if an engine could not listen."""
     where = f"{facts.host}:{facts.port}"
     if facts.use is PortUse.TAKEN:
         message = f"port {facts.port} is taken by something that is no engine: {facts.detail}"

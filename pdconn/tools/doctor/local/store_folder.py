@@ -1,4 +1,4 @@
-"""The folder of a store: can it be written, is there room, and does its file system do enough."""
+"""Checks the folder of a store: writable, enough room, a suitable file system."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from pdconn.tools.doctor.local.host_limits import sized
 
 _BLOCK = 4096
 _MOST_FILES = 200_000
-"""Files of a root that are added up; a larger root counts as what was seen."""
+"""Files of a root that are summed; the rest of a larger root is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFacts:
-    """A root, tried with one file that is removed again.
+    """Facts about a root, tried with one temporary file.
 
     Attributes:
-        exists: whether the root is there; if not, its nearest parent was tried.
-        error: why nothing can be written; None where it can.
-        free_nbytes: that users may write.
-        held_nbytes: of rows in the root already.
-        has_direct_io, has_locks: what a file there takes.
-        is_file: there is a file in its place.
-        exposed: why an engine would not trust it; None where only its owner can write there.
+        exists: whether the root exists; if not, its nearest parent was tried.
+        error: the reason why nothing can be written; None if it can.
+        free_nbytes: available to users.
+        held_nbytes: of rows in the root.
+        has_direct_io, has_locks: whether files there support it.
+        is_file: whether the path is a file.
+        exposed: why an engine would not trust the root; None if only its owner can write there.
     """
 
     root: str
@@ -50,7 +50,7 @@ class StoreFacts:
 
 
 def read_store(settings: StoreSettings) -> StoreFacts:
-    """Try the root, or the folder in which it would be made."""
+    """Try the root, or the folder in which it would be created."""
     root = Path(settings.root)
     folder = root
     while not folder.exists() and folder != folder.parent:
@@ -132,7 +132,7 @@ def seen_store(facts: StoreFacts, settings: StoreSettings) -> str:
 
 
 def judge_store(facts: StoreFacts, settings: StoreSettings) -> Iterator[Finding]:
-    """What would keep rows from being saved or served."""
+    """Findings that would keep rows from being saved or served."""
     if facts.error is not None:
         remedy = (
             f"as the engine's user: sudo install -d -o $(id -u) -g $(id -g) {quote(facts.root)}"

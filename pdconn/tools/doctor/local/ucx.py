@@ -1,6 +1,6 @@
-"""UCX: which libraries are here, and what NIXL's would connect by.
+"""Checks UCX: the installed libraries, and the transports that NIXL's UCX may use.
 
-UCX is asked in a child process (``python -m pdconn.tools.doctor.local.ucx``): it stays in a process
+UCX runs in a child process (``python -m pdconn.tools.doctor.local.ucx``): it stays in a process
 once loaded, and a broken one may end the process.
 """
 
@@ -24,13 +24,13 @@ _SYSTEM_FOLDERS = (
     "/usr/local/lib", "/opt/ucx/lib", "/opt/hpcx/ucx/lib",
 )  # fmt: skip
 _ACROSS_HOSTS = ("tcp", "rc", "dc", "ud", "ib", "gga", "srd")
-"""Beginnings of UCX's names of transports that reach another host."""
+"""Prefixes of UCX's transports that reach other hosts."""
 _RDMA = ("rc", "dc", "ud", "srd", "gga")
 
 
 @dataclass(frozen=True, slots=True)
 class UcxFile:
-    """A ``libucp``, and whose: ``nixl``, ``libucx`` or ``system``."""
+    """A ``libucp``, and its owner: ``nixl``, ``libucx`` or ``system``."""
 
     owner: str
     path: str
@@ -38,7 +38,7 @@ class UcxFile:
 
 @dataclass(frozen=True, slots=True)
 class UcxAnswer:
-    """What UCX said when NIXL started it; ``error`` why it did not start."""
+    """UCX's report after NIXL started it; ``error`` if it did not start."""
 
     nixl: str = ""
     ucx: str = ""
@@ -48,7 +48,7 @@ class UcxAnswer:
 
 @dataclass(frozen=True, slots=True)
 class UcxFacts:
-    """``answer`` is None where NIXL was not asked; ``settings`` are the ``UCX_…`` variables."""
+    """``answer`` is None if NIXL was not started; ``settings`` are the ``UCX_…`` variables."""
 
     files: tuple[UcxFile, ...]
     answer: UcxAnswer | None
@@ -59,7 +59,7 @@ class UcxFacts:
 def read_ucx(
     environ: Mapping[str, str], answer: UcxAnswer | None, packages: Path | None = None
 ) -> UcxFacts:
-    """The files, the variables, and an answer that :func:`ask_ucx` gave."""
+    """The files, the variables, and an answer from :func:`ask_ucx`."""
     packages = packages or Path(sysconfig.get_path("platlib"))
     settings = {key: value for key, value in environ.items() if key.startswith("UCX_")}
     files = tuple(_files(packages, environ.get("LD_LIBRARY_PATH", "")))
@@ -81,7 +81,7 @@ def _files(packages: Path, search: str) -> Iterator[UcxFile]:
 
 
 def seen_ucx(facts: UcxFacts) -> list[str]:
-    """Lines of what is here and would be used."""
+    """Lines about what is installed and would be used."""
     owners = [f"{file.owner}'s" for file in facts.files]
     lines = [f"UCX libraries: {', '.join(owners) or 'none'}"]
     if facts.answer is not None and facts.answer.error is None:
@@ -93,12 +93,12 @@ def seen_ucx(facts: UcxFacts) -> list[str]:
 
 
 def judge_ucx(facts: UcxFacts, devices: Devices, transport: str = "nixl") -> Iterator[Finding]:
-    """What keeps UCX from starting, from the network, or from the fastest card."""
+    """Findings that keep UCX from starting, from the network, or from the fastest card."""
     yield from _several(facts, transport)
     absent = [*_net_devices(facts.settings.get("UCX_NET_DEVICES"), devices)]
     yield from absent
     answer = facts.answer
-    if answer is None or absent:  # UCX does not start with a device that is not there
+    if answer is None or absent:  # UCX does not start with a missing device
         return
     if answer.error is not None:
         message = f"{answer.error}{_with(facts.settings)}"
@@ -209,7 +209,7 @@ def ask_ucx(
 
 
 def _answer(options: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
-    """In the child: start NIXL, and ask its UCX."""
+    """In the child: start NIXL, and query its UCX."""
     from transport.errors import TransportError
     from transport.nixl.options import backend_params
     from transport.nixl.possible import possible_transports
@@ -226,4 +226,4 @@ def _answer(options: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
 
 if __name__ == "__main__":
     print(json.dumps(_answer(json.loads(sys.argv[1]))), flush=True)
-    os._exit(0)  # UCX's own ending may take seconds, or fail
+    os._exit(0)  # UCX's own shutdown may take seconds, or fail

@@ -1,6 +1,6 @@
-"""Which transports carried READs, from what UCX itself prints where ``UCX_PROTO_INFO=used``.
+"""The transports that carried READs, from UCX's own output with ``UCX_PROTO_INFO=used``.
 
-For each connection that is closed it prints a table of its protocols, with how often each ran::
+For each closed connection UCX prints a table of its protocols, with the number of uses::
 
     +-------+--------+-------------+-----------------------------------+
     | decode-0 intra-node cfg#1                                        |
@@ -11,7 +11,7 @@ For each connection that is closed it prints a table of its protocols, with how 
     |   546 | 0..inf | zero-copy   | cma/memory                        |
     +-------+--------+-------------+-----------------------------------+
 
-Without ``used`` tables say what could run, not what did, and have no counts: those are left out.
+Without ``used``, tables list possible protocols without counts: those are skipped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SETTING = "UCX_PROTO_INFO=used"
 _READ = "remote memory read by "
 _ROW = re.compile(r"\|\s*(\d+)\s*\|[^|]*\|([^|]*)\|([^|]*)\|\s*$")
 _MOST_NBYTES = 64 << 20
-"""Of a log, from its end."""
+"""Bytes read from the end of a log."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsedTransports:
-    """How many reads ran over which transport; UCX counts each piece of a READ.
+    """The number of reads per transport; UCX counts each piece of a READ.
 
     Attributes:
-        where: the log, or the host that was read from.
+        where: the log, or the host that was read.
         counts: by UCX's words, such as ``zero-copy cma/memory``.
     """
 
@@ -46,7 +46,7 @@ class UsedTransports:
 
 
 def used_transports(where: str, lines: Iterable[str]) -> UsedTransports:
-    """Add up all tables of READs."""
+    """Sum all tables of READs."""
     counts: Counter[str] = Counter()
     is_read = False
     for line in lines:
@@ -60,10 +60,10 @@ def used_transports(where: str, lines: Iterable[str]) -> UsedTransports:
 
 
 def read_ucx_log(path: str) -> UsedTransports:
-    """Read an engine's output.  UCX writes a file that ``UCX_LOG_FILE`` names late, or not at all.
+    """Read an engine's output.  UCX writes the file of ``UCX_LOG_FILE`` late, or not at all.
 
     Raises:
-        BadQuestion: it cannot be read.
+        BadQuestion: the file cannot be read.
     """
     try:
         with Path(path).open("rb") as file:
@@ -77,7 +77,7 @@ def read_ucx_log(path: str) -> UsedTransports:
 
 
 def listed_counts(counts: Iterable[tuple[str, int]]) -> str:
-    """The transports with the number of reads: ``zero-copy cma/memory (546)``."""
+    """The transports with their number of reads: ``zero-copy cma/memory (546)``."""
     return ", ".join(f"{how} ({count})" for how, count in counts)
 
 
@@ -88,7 +88,7 @@ def seen_used(used: UsedTransports) -> str:
 
 
 def judge_used(logs: Iterable[UsedTransports]) -> Iterator[Finding]:
-    """Which logs name no transport."""
+    """Findings about logs that name no transport."""
     for one in logs:
         if not one.counts:
             message = "no table of UCX with counts of reads: the log names no transport"
@@ -100,6 +100,6 @@ def judge_used(logs: Iterable[UsedTransports]) -> Iterator[Finding]:
 
 
 def check_used(logs: Iterable[UsedTransports]) -> Checked:
-    """The check of all logs that were given."""
+    """The check of all given logs."""
     found = tuple(logs)
     return checked("ucx-log", judge_used(found), *map(seen_used, found))

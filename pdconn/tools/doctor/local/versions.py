@@ -1,4 +1,4 @@
-"""Packages beside each other: whether their versions are those that pdconn was tested with.
+"""Checks the installed packages: whether their versions are those that pdconn was tested with.
 
 Nothing is imported: versions come from the packages' metadata, ranges from our own.
 """
@@ -36,9 +36,9 @@ class InstalledVersions:
     """Versions by distribution.
 
     Attributes:
-        wanted: our requirements as metadata writes them.
-        torch_cuda: major version of the CUDA that torch is built for; None without CUDA.
-        missing_libraries: what vLLM's CPU build would not find, and the packages that have it.
+        wanted: our requirements, in the form of metadata.
+        torch_cuda: major CUDA version of torch's build; None without CUDA.
+        missing_libraries: libraries that vLLM's CPU build would not find, and their packages.
     """
 
     python: str
@@ -65,14 +65,14 @@ def read_versions() -> InstalledVersions:
 
 
 def seen_versions(facts: InstalledVersions) -> str:
-    """A line of all versions."""
+    """One line with all versions."""
     named = [f"{name} {version}" for name, version in facts.installed.items()]
     cuda = [] if facts.torch_cuda is None else [f"torch is built for CUDA {facts.torch_cuda}"]
     return ", ".join([f"python {facts.python}", *named, *cuda])
 
 
 def judge_versions(facts: InstalledVersions, transport: str = "nixl") -> Iterator[Finding]:
-    """What does not fit together.
+    """Findings about packages that do not match.
 
     Args:
         transport: the key ``transport`` of the engine that is to run here.
@@ -130,7 +130,7 @@ def _engine(facts: InstalledVersions, transport: str) -> Iterator[Finding]:
 
 
 def _nixl_build(installed: Mapping[str, str], torch_cuda: int | None) -> Iterator[Finding]:
-    """NIXL without the build that it imports beside this torch."""
+    """A finding about NIXL without the build that matches this torch."""
     missing = missing_build(installed, torch_cuda) if "nixl" in installed else None
     if missing is None:
         return
@@ -143,7 +143,7 @@ def _nixl_build(installed: Mapping[str, str], torch_cuda: int | None) -> Iterato
 
 
 def requirements_of(wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Name and bounds of what the engine and ucx extras want."""
+    """Name and bounds of the requirements of the engine and ucx extras."""
     for text in wanted:
         match = _REQUIREMENT.fullmatch(text.strip())
         if match is not None and match[3] in _EXTRAS:
@@ -151,7 +151,7 @@ def requirements_of(wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def release_of(version: str) -> Release:
-    """The leading numbers: pre-releases and local labels are left out.
+    """The leading numbers, without pre-release and local labels.
 
     >>> release_of("2.13.0rc1+cpu")
     (2, 13, 0)

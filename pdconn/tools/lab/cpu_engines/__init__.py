@@ -1,4 +1,4 @@
-"""What the lab's engines need of vLLM on a small machine without a GPU; each by its variable.
+"""Changes of vLLM for the lab's engines on a small machine without a GPU; one variable each.
 
 vLLM loads :mod:`~pdconn.tools.lab.cpu_engines.plugin` as its plugin ``pdconn-cpu``.
 """

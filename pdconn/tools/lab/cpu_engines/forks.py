@@ -1,4 +1,4 @@
-"""vLLM's processes on a CPU are forked, and let go of what is their parent's."""
+"""Forks vLLM's processes on a CPU, and releases inherited signals and sockets."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 
 
 def fork_engines() -> None:
-    """Let vLLM fork its engine core and workers on a CPU, where it spawns them.
+    """Make vLLM fork its engine core and workers on a CPU instead of spawning them.
 
-    A spawned process imports torch and vLLM anew, ten seconds of a core for each; a forked one
-    has them::
+    A spawned process imports torch and vLLM again, which takes ten seconds of CPU time each; a
+    forked one has them loaded::
 
         API server ──fork──► engine core ──fork──► worker 0, worker 1, …
 
-    Only for one thread per rank (``OMP_NUM_THREADS=1``): OpenMP's thread pool does not
-    survive a fork, and with one thread there is none.  With more, vLLM spawns as before.
-    A library reads the cores for its threads from the environment as it is loaded, which
-    is before the fork; so a worker is forked by a thread that is bound to the worker's cores.
+    Only for one thread per rank (``OMP_NUM_THREADS=1``): OpenMP's thread pool does not survive a
+    fork, and with one thread there is no pool.  With more, vLLM spawns as before.  Libraries choose
+    the cores of their threads when they are loaded, before the fork; so a worker is forked by a
+    thread that is bound to the worker's cores.
 
-    And let it look at a model's class within the API server.  vLLM starts a process for that the
-    first time, lest CUDA begins in the server; it imports vLLM anew, too, and what the server
-    imports of a model its forks have as well.
+    Also inspects a model's class within the API server.  vLLM starts a process for that the first
+    time, to keep CUDA from initializing in the server; that process imports vLLM again too, while
+    forks share what the server has imported.
     """
     import torch
     from vllm.model_executor.models import registry
@@ -56,7 +56,7 @@ def fork_engines() -> None:
 
 @contextlib.contextmanager
 def _bound_to(cores: Iterable[int]) -> Iterator[None]:
-    """Run this thread, and processes that it forks, on ``cores``; without one, where they ran."""
+    """Run this thread, and processes that it forks, on ``cores``; empty changes nothing."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, set(cores) or own)
     try:
@@ -66,17 +66,17 @@ def _bound_to(cores: Iterable[int]) -> Iterator[None]:
 
 
 def leave_to_parent() -> None:
-    """In a forked process, release signals and listening sockets that are the parent's.
+    """In a forked process, release the parent's signal handlers and listening sockets.
 
-    A signal to us would otherwise reach the parent's event loop, which would take it
-    for its own.  And a port on which the parent no longer listens would stay open in us:
-    clients would connect and wait instead of being refused.
+    A signal to this process would otherwise reach the parent's event loop.  And a port on which the
+    parent no longer listens would stay open here: clients would connect and wait instead of being
+    refused.
     """
     signal.set_wakeup_fd(-1)
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         if _awaits_connections(int(name)):
-            os.dup2(nowhere, int(name), inheritable=False)  # the number stays taken
+            os.dup2(nowhere, int(name), inheritable=False)  # keeps the number taken
     os.close(nowhere)
 
 

@@ -1,6 +1,6 @@
-"""vLLM's plugin ``pdconn-cpu``: one change of vLLM for each variable that is set to 1.
+"""vLLM's plugin ``pdconn-cpu``: one change of vLLM per variable that is set to 1.
 
-No GPU and no engine in production needs any of them, so the connector's own plugin has none.
+Engines with a GPU or in production need none of them, so the connector's own plugin has none.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _LOOK_MS = 50
 
 
 def register(environ: Mapping[str, str] = os.environ) -> None:
-    """Called once in every vLLM process, before workers name their layouts."""
+    """Called once in every vLLM process, before workers choose their layouts."""
     for variable, change in CHANGES.items():
         if environ.get(variable) == "1":
             change()
 
 
 def let_readers_sleep() -> None:
-    """Let the readers of vLLM's shared-memory queues sleep between their looks.
+    """Make the readers of vLLM's shared-memory queues sleep between polls.
 
-    Readers are here the processes of one engine that wait for a message of each other (its
-    engine core and its workers), not the decode engines that read lent blocks.
+    Readers here are the processes of one engine that wait for each other's messages (its engine
+    core and its workers), not the decode engines that read lent blocks.
 
-    A worker and its engine call ``sched_yield`` in a loop for a second after every
-    message.  With more such processes than cores that starves everything else: on two
-    cores and Linux 6.18, two engines of two ranks stopped each other's threads, and the
-    kernel's, for seconds at a time.  A nap of 0.2 ms costs less than a step.
+    A worker and its engine call ``sched_yield`` in a loop for a second after every message.  With
+    more such processes than cores that starves all others: on two cores and Linux 6.18, two engines
+    of two ranks stopped each other's threads, and the kernel's, for seconds at a time.  A sleep of
+    0.2 ms costs less than a step.
     """
     import time
 
@@ -47,17 +47,17 @@ def let_readers_sleep() -> None:
     def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
         if time.monotonic() <= self.last_read + self.busy_loop_s:
             time.sleep(_NAP_S)
-        else:  # a notice of something written can be lost, so look now and then
+        else:  # a notification can be lost, so poll now and then
             sleeping(self, _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
 
     SpinCondition.wait = wait
 
 
 def allow_cpu_layouts() -> None:
-    """Let the CPU backend use block-outermost layouts (``VLLM_KV_CACHE_LAYOUT``).
+    """Allow block-outermost layouts on the CPU backend (``VLLM_KV_CACHE_LAYOUT``).
 
-    It declares layer-outermost only, but its kernels take every stride from the
-    tensors; the three layouts give identical tokens and log-probabilities.
+    It declares layer-outermost layouts only, but its kernels take every stride from the tensors;
+    the three layouts give identical tokens and log-probabilities.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -73,9 +73,9 @@ def allow_cpu_layouts() -> None:
 def split_prefills_for_states() -> None:
     """Let vLLM keep the states of Mamba2 layers for its prefix cache on a CPU.
 
-    On a GPU a pass over a prompt exports the state at a block's end from within.  The CPU's
-    scan has no such states, and the engine ends with an IndexError; without the export vLLM
-    ends the pass there, as it does for other layers.
+    On a GPU a pass over a prompt exports the states at block boundaries.  The CPU's scan has no
+    such states, and the engine ends with an IndexError; without the export vLLM ends the pass
+    there, as for other layers.
     """
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
@@ -96,4 +96,4 @@ CHANGES: Mapping[str, Callable[[], None]] = MappingProxyType(
         "PDCONN_FORK_ENGINES": fork_engines,
     }
 )
-"""By the variable that asks for it."""
+"""The changes by the variable that enables each."""

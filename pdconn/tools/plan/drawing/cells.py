@@ -8,7 +8,7 @@ A *cell* is a piece of one layer and head that lies in one run of addresses::
 
 A model has too many of them for a picture, and they are alike.  So a *selection* names layers,
 heads and rows, the first ones and the last one of each, and a strip shows their cells, with a break
-where others are left out.
+at omitted ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 from registration.references import KVCacheDataReference, KVCacheReferences
 
 MOST_CELLS = 48
-"""Of a selection: at a width of 24 pixels they fill the picture."""
+"""Maximum cells of a selection: at a width of 24 pixels they fill the picture."""
 _MOST_ROWS = 4
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ class Cell:
 class Strip:
     """Cells in address order.
 
-    ``breaks[i]``: others are left out in front of cell ``i``; one more than cells, for the end.
+    ``breaks[i]``: cells are omitted before cell ``i``; one entry more than cells, for the end.
     """
 
     cells: tuple[Cell, ...]
@@ -56,9 +56,9 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The layers, heads and rows that are shown, of so many.
+    """The shown layers, heads and rows, and the totals.
 
-    ``layers`` are all names in their order, of which ``layer_places`` are shown, and so on.
+    ``layers`` are all names in order, of which ``layer_places`` are shown, and so on.
     """
 
     layers: tuple[str, ...]
@@ -83,9 +83,9 @@ class Selection:
         return cls(layers, heads, rows, *places)
 
     def strip(self, references: KVCacheReferences, group: int) -> Strip:
-        """What of it is in one group of a rank, which may have other heads and rows.
+        """The selected cells in one group of a rank, which may have other heads and rows.
 
-        One head that is not in the selection is shown, too, if the rank has any: it is not read.
+        One head outside the selection is shown too, if the rank has any: it is not read.
         """
         data = references.groups[group].data
         layers = tuple(dict.fromkeys(ref.layer for ref in data))
@@ -99,7 +99,7 @@ class Selection:
         if shown_heads & set(heads):
             shown_heads |= set([head for head in heads if head not in self.heads][:1])
         shown_rows = {rows[place] for place in row_places}
-        # With their neighbours, as what is left out beside a cell begins with one of those.
+        # With their neighbours, since omitted cells begin with one of those.
         near = (
             _with_neighbours(layers, shown_layers),
             _with_neighbours(heads, shown_heads),
@@ -138,7 +138,7 @@ def _joined(found: Sequence[tuple[Cell, bool]]) -> Strip:
 
 
 def _grown(sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """How many of each to show: one more of each in turn, while the product is small enough.
+    """Numbers to show: increased in turn while the product is small enough.
 
     >>> _grown((80, 8, 1), (8, 8, 4))
     [6, 8, 1]
@@ -158,7 +158,7 @@ def _grown(sizes: Sequence[int], most: Sequence[int]) -> list[int]:
 
 
 def _first_and_last(size: int, count: int) -> tuple[int, ...]:
-    """Places of the first ``count - 1`` and of the last.
+    """The first ``count - 1`` places and the last one.
 
     >>> _first_and_last(80, 4)
     (0, 1, 2, 79)
@@ -167,7 +167,7 @@ def _first_and_last(size: int, count: int) -> tuple[int, ...]:
 
 
 def _with_neighbours(every: Sequence[_T], shown: set[_T]) -> set[_T]:
-    """Those shown, and what stands before and behind each of them.
+    """The shown items, with the ones before and after each.
 
     >>> sorted(_with_neighbours("abcdef", {"a", "e"}))
     ['a', 'b', 'd', 'e', 'f']
@@ -191,13 +191,13 @@ def _heads(ref: KVCacheDataReference) -> range:
 
 
 def _num_pieces(ref: KVCacheDataReference) -> int:
-    """Pieces of a head: one, where its rows lie behind each other."""
+    """Pieces of a head: one if its rows are contiguous."""
     apart = (ref.token_stride or 0) != (ref.token_nbytes or ref.head_nbytes)
     return (ref.num_rows or 1) if apart else 1
 
 
 def _rows(data: Sequence[KVCacheDataReference]) -> tuple[RowKey, ...]:
-    """All rows of the layer that has most."""
+    """All rows of the layer with the most."""
     most: dict[int, int] = {}
     for number, ref in _numbered(data):
         most[number] = max(most.get(number, 0), _num_pieces(ref))

@@ -1,4 +1,4 @@
-"""A pairing as a picture: a block on each side, and the runs between them, as SVG.
+"""Draws a pairing as SVG: a block on each side, and the runs between them.
 
 The upper row is a block of every prefill rank that one decode rank reads from, the lower
 row a block of that decode rank::
@@ -10,7 +10,7 @@ row a block of that decode rank::
     |h0|h1|h2|h3|  ...  ⋯
 
 Few wide bands are fast, many narrow ones slow.  Of many layers, heads and rows the first ones and
-the last one are drawn, and a note says of how many.
+the last one are drawn, and a note gives the totals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROW, _BETWEEN, _LINE = 44.0, 180.0, 18.0
 _MOST_SOURCES = 8
 _MOST_LINES = 3
 _LETTER = 7.0
-"""Pixels of the widest usual letter at 12 pixels, to compute what fits."""
+"""Width in pixels of the widest common letter at 12 pixels, to estimate what fits."""
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1b1f27}.title{font-weight:bold;font-size:16px}"
     ".faint{fill:#5c6472}.mid{text-anchor:middle}.in{fill:#1b1f27;font-size:11px}.out{font-size:11px}"
@@ -47,7 +47,7 @@ _STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One rank's strip, drawn from ``left`` on with ``scale`` pixels a byte."""
+    """One rank's strip, drawn from ``left`` with ``scale`` pixels per byte."""
 
     strip: Strip
     names: tuple[str, ...]
@@ -139,7 +139,7 @@ def _what(engine: EngineShape, group: int) -> str:
 
 
 def _names(template: Template) -> tuple[str, ...]:
-    """A rank's name, from the longest to the shortest."""
+    """A rank's name, in decreasing length."""
     rank = template.their_rank
     return f"prefill rank {rank}", f"rank {rank}", str(rank)
 
@@ -147,7 +147,7 @@ def _names(template: Template) -> tuple[str, ...]:
 def _selected(
     ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], templates: Sequence[Template]
 ) -> tuple[Selection, list[tuple[Template, Strip]]]:
-    """What is shown, and of which sources; as much as few sources allow."""
+    """The selection, and the shown sources; a larger one if there are few sources."""
     for most in (8, 4, 2, 1):
         selection = Selection.of_group(ours, templates[0].our_group, most)
         strips = [(t, selection.strip(theirs[t.their_rank], t.their_group)) for t in templates]
@@ -160,7 +160,7 @@ def _selected(
 def _side_by_side(
     strips: Sequence[Strip], names: Sequence[tuple[str, ...]], top: float
 ) -> list[_Row]:
-    """Strips side by side over the width of the picture, at one scale."""
+    """Strips side by side across the picture, at one scale."""
     breaks = sum(sum(strip.breaks) for strip in strips)
     room = _WIDTH - 2 * _MARGIN - _GAP * (len(strips) - 1) - _BREAK * breaks
     scale = room / max(1, sum(strip.nbytes for strip in strips))
@@ -172,14 +172,14 @@ def _side_by_side(
 
 
 def _colours(cells: Sequence[Cell]) -> dict[str, str]:
-    """A hue for every layer that is shown, in memory order."""
+    """A hue for every shown layer, in memory order."""
     layers = list(dict.fromkeys(cell.layer for cell in cells))
     step = 330 / max(1, len(layers))
     return {layer: f"hsl({210 + index * step:.0f},62%,70%)" for index, layer in enumerate(layers)}
 
 
 def _bands(template: Template, source: _Row, target: _Row, colours: dict[str, str]) -> list[str]:
-    """A band for each run of the template of which both ends are shown, as far as they are."""
+    """A band for each run of the template with both ends shown, clipped to what is shown."""
     made = []
     upper, lower = source.top + _ROW, target.top
     middle = (upper + lower) / 2
@@ -216,7 +216,7 @@ _Overlap = tuple[int, int, float, str]
 
 
 def _overlaps(row: _Row, start: int, nbytes: int) -> list[_Overlap]:
-    """The parts of a run that are shown, each as: first and last byte of the run, x, layer."""
+    """The shown parts of a run, each as: first and last byte of the run, x, layer."""
     return [
         (
             first := max(cell.start, start) - start,
@@ -230,7 +230,7 @@ def _overlaps(row: _Row, start: int, nbytes: int) -> list[_Overlap]:
 
 
 def _x(parts: Sequence[_Overlap], offset: int, scale: float) -> float:
-    """Pixels from the left of the byte ``offset`` of a run, or of its end."""
+    """The x position of byte ``offset`` of a run, or of its end."""
     begin, _, left, _ = next(one for one in parts if one[0] <= offset <= one[1])
     return left + (offset - begin) * scale
 
@@ -249,15 +249,15 @@ def _cells(row: _Row, colours: dict[str, str], read: Container[int]) -> Iterator
         edges.append(right)
     for edge, breaks in zip(edges, row.strip.breaks, strict=True):
         if breaks:
-            yield _Text("⋯", "mid faint").at(edge + _BREAK / 2, row.top + _ROW / 2 + 4)
+            yield _Text("⋯", "mid faint").svg_at(edge + _BREAK / 2, row.top + _ROW / 2 + 4)
 
 
 def _labels(row: _Row, above: bool, read: Container[int]) -> Iterator[str]:
-    """The rank's name, brackets around what lies outermost, and in the cells the rest."""
+    """The rank's name, brackets around the outermost dimension, and the others in the cells."""
     edge = row.top - 6 if above else row.top + _ROW + 6
     line = -_LINE if above else _LINE
     name = _fitting(row.width + _GAP, row.names)
-    yield _Text(name).at(row.left, edge + (2 * line + 4 if above else 2 * line + 6))
+    yield _Text(name).svg_at(row.left, edge + (2 * line + 4 if above else 2 * line + 6))
     by_layer = [[*parts] for _, parts in groupby(row.spans(), key=lambda one: one[0].layer)]
     by_head = [[*parts] for _, parts in groupby(row.spans(), key=lambda one: one[0].head)]
     layers_outside = len(by_layer) <= len(by_head)
@@ -273,11 +273,11 @@ def _labels(row: _Row, above: bool, read: Container[int]) -> Iterator[str]:
         )
         label = _fitting(right - left, words)
         middle = (left + right) / 2
-        yield _Text(label, "mid").at(middle, edge + (line / 2 + 4 if above else line - 3))
+        yield _Text(label, "mid").svg_at(middle, edge + (line / 2 + 4 if above else line - 3))
         for inner, begin, end in parts:
             words = (f"h{inner.head}",) if layers_outside else _layer(inner)[1:]
             label, kind = _fitting(end - begin, words), "in" if inner.head in read else "out"
-            yield _Text(label, f"mid {kind}").at((begin + end) / 2, row.top + _ROW / 2 + 4)
+            yield _Text(label, f"mid {kind}").svg_at((begin + end) / 2, row.top + _ROW / 2 + 4)
 
 
 def _layer(cell: Cell) -> tuple[str, str]:
@@ -291,14 +291,14 @@ def _layer(cell: Cell) -> tuple[str, str]:
 
 
 def _fitting(width: float, words: Sequence[str]) -> str:
-    """The first of the words that fits; nothing if none does."""
+    """The first word that fits; empty if none does."""
     return next((one for one in words if len(one) * _LETTER <= width), "")
 
 
 def _notes(
     templates: Sequence[Template], selection: Selection, num_bands: int, num_sources: int
 ) -> list[str]:
-    """Lines below the picture: what it shows, and what it leaves out."""
+    """Lines below the picture: what it shows and omits."""
     runs = sum(len(template.nbytes) for template in templates)
     first = templates[0]
     nbytes = sum(template.sub_block_nbytes for template in templates)
@@ -331,7 +331,7 @@ def _notes(
 
 
 def _size(nbytes: float) -> str:
-    """Bytes, in KiB where there are that many.
+    """Bytes, in KiB if large enough.
 
     >>> _size(256), _size(8192)
     ('256 bytes', '8.0 KiB')
@@ -340,7 +340,7 @@ def _size(nbytes: float) -> str:
 
 
 def _wrapped(words: str) -> list[str]:
-    """Up to three lines that fit the picture; a word that does not is cut, and so is the rest."""
+    """Up to three lines that fit the picture; longer text is truncated."""
     most = int((_WIDTH - 2 * _MARGIN) / (_LETTER * 1.5))
     lines = [""]
     for word in words.split(" "):
@@ -359,7 +359,7 @@ class _Text:
     words: str
     kind: str = ""
 
-    def at(self, x: float, y: float) -> str:
+    def svg_at(self, x: float, y: float) -> str:
         """The text as SVG; empty without words."""
         name = f' class="{self.kind}"' if self.kind else ""
         if not self.words:
@@ -370,10 +370,10 @@ class _Text:
 def _document(
     heads: Sequence[_Text], shapes: Sequence[str], bottom: float, notes: Sequence[_Text]
 ) -> str:
-    """The whole, as high as its contents."""
-    above = [one.at(_MARGIN, _MARGIN + 8 + _LINE * line) for line, one in enumerate(heads)]
+    """The whole document, as high as its contents."""
+    above = [one.svg_at(_MARGIN, _MARGIN + 8 + _LINE * line) for line, one in enumerate(heads)]
     first = max(bottom + _LINE, 2 * _MARGIN + _LINE * len(heads))
-    below = [one.at(_MARGIN, first + _LINE * line) for line, one in enumerate(notes)]
+    below = [one.svg_at(_MARGIN, first + _LINE * line) for line, one in enumerate(notes)]
     height = first + _LINE * max(0, len(notes) - 1) + _MARGIN
     return "\n".join(
         [

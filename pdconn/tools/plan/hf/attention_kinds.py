@@ -1,6 +1,6 @@
-"""Which layers attend to everything, and which to a window or a chunk.
+"""The attention kind of each layer: full, a window or a chunk.
 
-The first of these that a configuration has, and that its family reads, decides::
+The first of these keys that a configuration has, and that its family reads, decides::
 
     attention_chunk_size      Llama 4: local where no_rope_layers is 1
     hybrid_layer_pattern      MiMo V2: 1 is a window
@@ -76,7 +76,7 @@ def _listed(keys: Keys, layers: int) -> list[AttentionKind] | None:
 
 
 def _derived(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]:
-    """The kinds of a configuration that names no layers."""
+    """The kinds in a configuration that names no layers."""
     if not keys.get("sliding_window"):
         return [FULL] * layers
     if known.windows is Windows.NONE:  # some families have them in all layers, others in some

@@ -1,12 +1,12 @@
 """A model's shape from its Hugging Face ``config.json``.
 
-Only ``FAMILIES`` are read, with their defaults for what the file leaves out.  A file without
-``model_type`` is read if what it says means the same in all families.  Keys that change what is
-cached are read or refused, never passed over: see :mod:`pdconn.tools.plan.hf.head_geometry`.
+Only ``FAMILIES`` are read, with their defaults for missing keys.  A file without ``model_type`` is
+read if its keys mean the same in all families.  Keys that change what is cached are read or
+refused, never ignored: see :mod:`pdconn.tools.plan.hf.head_geometry`.
 
-The parts, modules beside this one: which layers attend to what (``attention_kinds``), with which
-heads (``head_counts``), which keep states (``state_layers``), and in which type keys and values are
-stored (``kv_dtype``).
+The parts are modules beside this one: the attention kind of each layer (``attention_kinds``), its
+heads (``head_counts``), layers with states (``state_layers``), and the stored type of keys and
+values (``kv_dtype``).
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def model_shape(
 
     Args:
         name: the shape's name; by default the config's ``model_type``.
-        quantization: a parsed ``hf_quant_config.json``, if one lies beside the config.
-        dtype: a value of ``--kv-cache-dtype``; ``auto`` is what the checkpoint asks for.
+        quantization: a parsed ``hf_quant_config.json``, if there is one beside the config.
+        dtype: a value of ``--kv-cache-dtype``; ``auto`` selects the checkpoint's.
 
     Raises:
-        UnreadableConfig: a key is missing, wrong or not supported.
+        UnreadableConfig: a key is missing, invalid or not supported.
         ShapeError: there is no such ``dtype``.
     """
     family, known = _family_of(text_keys(config))
@@ -80,7 +80,7 @@ def model_shape(
     has_indexer = "index_head_dim" in known.reads
     if has_indexer:
         sorts = with_indexer(sorts, keys, layers)
-    # Rows of an indexer have one format, and with FP8 the latent's rows have scales of their own.
+    # Rows of an indexer have one format, and with FP8 the latent's rows have their own scales.
     item = None if has_indexer else item_nbytes(keys)
     counts = {sort.heads for sort in sorts if isinstance(sort, LayerSort)}
     shape = ModelShape(
@@ -115,7 +115,7 @@ def _family_of(keys: Keys) -> tuple[str, ModelFamily]:
 
 
 def _instead(given: object, keys: Keys) -> str:
-    """A remedy.  A name that is like another one is no reason to plan that one."""
+    """A remedy; it suggests another model only for a misspelled name, not for a similar one."""
     written = str(given).lower().replace("-", "_").replace(".", "_")
     if written in FAMILIES:
         return f"did you mean {written!r}?"
@@ -166,7 +166,7 @@ def _sort(
 
 
 def _refuse_foreign(keys: Keys, family: str) -> None:
-    """What is no decoder of causal attention."""
+    """Refuse models other than decoders with causal attention."""
     if keys.get("is_encoder_decoder"):
         expected = "a decoder-only model: vLLM has no connector for others"
         raise UnreadableConfig("is_encoder_decoder", expected, True, _ALONE)

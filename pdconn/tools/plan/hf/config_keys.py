@@ -1,4 +1,4 @@
-"""Values of a ``config.json``, checked one by one."""
+"""Values of a ``config.json``, each checked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ITEM_NBYTES = {
 def text_keys(config: Keys, is_inner: Callable[[str], bool] = lambda _: False) -> dict[str, Any]:
     """The language model's keys, over those of the outer level (such as its dtype).
 
-    A null of the inner level gives way to a value of the outer one, and is kept without one:
-    it says "none", where a missing key says "the default".
+    A null of the inner level is replaced by a value of the outer one, and kept without one: it
+    means "none", while a missing key means "the default".
 
     Args:
-        is_inner: whether a class of nested configurations takes this key from the inner level
-            alone, as all do for what a layer caches.
+        is_inner: whether a class of nested configurations reads this key from the inner level
+            alone, as all do for keys of a layer's cache.
     """
     if not isinstance(config, Mapping):
         raise UnreadableConfig("config", "a JSON object", type(config).__name__)
@@ -56,7 +56,7 @@ def optional(keys: Keys, key: str, default: int) -> int:
 
 
 def item_nbytes(keys: Keys) -> int:
-    """Bytes of one number in the cache: by the model's dtype."""
+    """Bytes of one number in the cache, from the model's dtype."""
     for key in ("torch_dtype", "dtype"):
         if keys.get(key) is not None:
             dtype = str(keys[key]).removeprefix("torch.")
@@ -67,7 +67,7 @@ def item_nbytes(keys: Keys) -> int:
 
 
 def dtype_name(keys: Keys) -> str:
-    """The type of the cache that vLLM gives a model of this dtype."""
+    """The type of the cache that vLLM uses for a model of this dtype."""
     for key in ("torch_dtype", "dtype"):
         if keys.get(key) is not None:
             dtype = str(keys[key]).removeprefix("torch.")
@@ -76,7 +76,7 @@ def dtype_name(keys: Keys) -> str:
 
 
 def named_layers(keys: Keys, key: str, layers: int, names: Mapping[str, Any]) -> list[Any]:
-    """What each of the first ``layers`` names of a list stands for."""
+    """The meanings of the first ``layers`` names of a list."""
     listed = keys.get(key)
     if not isinstance(listed, list) or len(listed) < layers:
         raise UnreadableConfig(key, f"a list of {layers} kinds", shown(listed))
@@ -87,7 +87,7 @@ def named_layers(keys: Keys, key: str, layers: int, names: Mapping[str, Any]) ->
 
 
 def indices(keys: Keys, key: str, first: int, layers: int) -> set[int]:
-    """Layers that a list names, the first one by ``first``, counted from 0."""
+    """The layers in a list, counted from ``first``, as numbers from 0."""
     listed = keys.get(key)
     end = layers + first
     if not isinstance(listed, list) or not all(

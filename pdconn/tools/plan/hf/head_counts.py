@@ -1,4 +1,4 @@
-"""KV heads of a layer, by its kind of attention, and how much a token stores in one of them.
+"""KV heads of a layer, by its attention kind, and the numbers stored per token and head.
 
 Most families have one number and size of heads.  Others have two::
 
@@ -39,13 +39,13 @@ class KvHeads:
 def heads_by_kind(
     keys: Keys, family: str, known: ModelFamily, kinds: Sequence[AttentionKind]
 ) -> dict[AttentionKind, KvHeads]:
-    """The heads of each kind of layers.
+    """The heads of each attention kind.
 
     Args:
         kinds: of layer 0, 1, 2 and so on.
 
     Raises:
-        UnreadableConfig: a key is missing, wrong or not supported.
+        UnreadableConfig: a key is missing, invalid or not supported.
     """
     if family in MIMO_V2:
         return {kind: _mimo_v2(keys, kind) for kind in set(kinds)}
@@ -59,11 +59,11 @@ def heads_by_kind(
 
 
 def plain_heads(keys: Keys, known: ModelFamily) -> KvHeads:
-    """The same heads in all layers."""
+    """The heads of a model whose layers are all alike."""
     if known.is_latent:
         row_items = number(keys, "kv_lora_rank") + number(keys, "qk_rope_head_dim")
         return KvHeads(1, row_items, is_latent=True)
-    # A null says: as many as heads of queries.  A missing key says nothing: classes differ.
+    # A null means as many as query heads.  The meaning of a missing key differs by class.
     is_null = "num_key_value_heads" in keys and keys["num_key_value_heads"] is None
     heads = number(keys, "num_attention_heads" if is_null else "num_key_value_heads")
     given = keys.get("head_dim") is not None
@@ -81,7 +81,7 @@ def plain_heads(keys: Keys, known: ModelFamily) -> KvHeads:
 def _mimo_v2(keys: Keys, kind: AttentionKind) -> KvHeads:
     prefix = "swa_" if kind.is_windowed else ""
     key_size = number(keys, f"{prefix}head_dim")
-    # vLLM takes the size of keys where none is given for values.
+    # vLLM uses the size of keys if none is given for values.
     value = f"{prefix}v_head_dim"
     value_size = number(keys, value) if keys.get(value) is not None else key_size
     return KvHeads(number(keys, f"{prefix}num_key_value_heads"), key_size + value_size)
@@ -93,7 +93,7 @@ def _step_3(keys: Keys, kind: AttentionKind) -> KvHeads:
         raise UnreadableConfig("attention_other_setting", "an object", shown(other))
     is_other = other and other.get("attention_type") == _NAMES[kind]
     heads = other if other and is_other else keys
-    # vLLM's class and the one of transformers have other names for it.
+    # vLLM's class and that of transformers use different names for it.
     count = "num_attention_groups"
     if heads.get(count) is None:
         count = "num_key_value_heads"
@@ -108,8 +108,8 @@ _NAMES = {
 
 
 def _gemma_4_full(keys: Keys, others: KvHeads, kinds: Sequence[AttentionKind]) -> KvHeads:
-    # Where it is given, a null too, the class of Gemma 4 adds nothing to it: a layer that it does
-    # not name has the heads of all.
+    # If the key is present, even as null, the class of Gemma 4 adds nothing to it: a layer that it
+    # does not name has the common heads.
     if "per_layer_config" in keys:
         keys = {**keys, **_of_full_layers(keys["per_layer_config"], kinds)}
         return KvHeads(number(keys, "num_key_value_heads"), 2 * number(keys, "head_dim"))
@@ -120,10 +120,10 @@ def _gemma_4_full(keys: Keys, others: KvHeads, kinds: Sequence[AttentionKind]) -
 
 
 def _of_full_layers(given: object, kinds: Sequence[AttentionKind]) -> Keys:
-    """What ``per_layer_config`` says of every layer of full attention, and of no other."""
+    """The entry of ``per_layer_config`` for all full-attention layers, if it is for no others."""
     listed = given if isinstance(given, Mapping) else {} if given is None else {"": given}
     layers = dict(enumerate(kinds))
-    # "05" and "5" are layer 5; layers that share another one's cache do not count.
+    # "05" and "5" are layer 5; layers that share another layer's cache do not count.
     named = {int(n) if str(n).isdecimal() else -1: one for n, one in listed.items()}
     of_full: list[Any] = [named.pop(n, {}) for n, one in layers.items() if one is FULL]
     same = all(isinstance(one, Mapping) and one == of_full[0] for one in of_full)
@@ -134,12 +134,12 @@ def _of_full_layers(given: object, kinds: Sequence[AttentionKind]) -> Keys:
 
 
 INDEXER_BLOCK = 64
-"""Tokens of a block of the kernels of DeepSeek's sparse attention, of latents too."""
+"""Block size in tokens of DeepSeek's sparse attention kernels, for latents too."""
 _QUANTIZED_TOGETHER = 128
 
 
 def _with_own_indexer(keys: Keys, layers: int) -> tuple[int, ...]:
-    """Layers that choose tokens themselves; others take the choice of the last one that did."""
+    """Layers that select tokens themselves; others use the selection of the last one that did."""
     pattern, types = keys.get("index_topk_pattern"), keys.get("indexer_types")
     if pattern is not None:
         raise UnreadableConfig("index_topk_pattern", "none: index_topk_freq alone", shown(pattern))
@@ -155,9 +155,9 @@ def _with_own_indexer(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def with_indexer(sorts: Iterable[Sort], keys: Keys, layers: int) -> tuple[Sort, ...]:
-    """The same layers, with what their indexer keeps of each token beside the latent.
+    """The same layers, with the indexer's data of each token beside the latent.
 
-    FP8 numbers, and a float32 scale for each 128 of them.
+    FP8 numbers, and one float32 scale per 128 of them.
     """
     size = number(keys, "index_head_dim")
     nbytes = size + 4 * (size // _QUANTIZED_TOGETHER)

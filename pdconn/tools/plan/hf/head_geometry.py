@@ -1,8 +1,8 @@
-"""Keys that change what a layer caches: read, without effect, or a reason to refuse the file.
+"""Keys that change what a layer caches: read, without effect, or refused.
 
-A key whose effect is not known here must not be passed over: MiniMax M3 without its indexer,
-or MiMo V2 with one number of heads for all layers, gives a plan that looks right.  So each key is
-one of these::
+A key with unknown effect must not be ignored: MiniMax M3 without its indexer, or MiMo V2 with one
+number of heads for all layers, gives a plan that looks right.  So each key belongs to one of these
+classes::
 
     read            the base (layers, heads, head size), and what its family's reader looks at
     without effect  its value says "none", repeats what is read, or vLLM's model does not look at it
@@ -22,7 +22,7 @@ BASE = frozenset({
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "layer_types",
 })  # fmt: skip
-"""``layer_types`` of full attention alone say what every family does."""
+"""``layer_types`` with full attention alone is valid in every family."""
 
 _WORDS = re.compile(
     r"heads?(_|$)|(^|_)kv(_|$)|key_value|multi_query|query_group|attention_groups|window|sliding"
@@ -35,11 +35,11 @@ _WORDS = re.compile(
     r"|(^|_)mla(_|$)|(^|_)[dm]sa(_|$)|sink_number|_repeat"
 )
 _WITHOUT_EFFECT = re.compile(
-    # Of other parts of a model than its decoder's layers, and of draft layers.
+    # Keys about other parts of a model than its decoder's layers, and about draft layers.
     r"(vision|image|img|video|audio|visual|mm|vit|mtp|moe|router|output|lm|encoder|eagle|dspark"
     r"|d?flash|expert|rope|task|aux|engram|classifier|adapter|lora|resampler)_.*"
     r"|.*(_token|_expert)s?_.*|\w*_vision_\w*|head_(dropout|dtype|bias)|\w*lm_head\w*|norm_head"
-    # Of numbers that no shape depends on.
+    # Keys with numbers that no shape depends on.
     r"|.*_(bias|theta|dropout|dropout_prob|norm|layernorms?|multipliers?|scale|scaling|act|eps|std"
     r"|init\w*|min|max|loss\w*|coef|gate|gate_type|softcapping|softcap|temperature|dtype"
     r"|parameters|mlp|backend|floor)"
@@ -62,20 +62,20 @@ _REPEATS = {
     "num_sliding_attention_heads": "num_attention_heads", "n_heads": "num_attention_heads",
     "n_head": "num_attention_heads", "num_heads": "num_attention_heads",
 }  # fmt: skip
-"""Keys that say nothing where they equal another."""
+"""Keys without effect if they equal another."""
 
 _OF_ONE = re.compile(r"ratio|factor|freq|interval|every_n")
-"""Of which one says: each, as if there were none."""
+"""Keys without effect if one of them is."""
 
 _OF_WINDOWS = (
     "use_sliding_window", "max_window_layers", "sliding_window_pattern",
     "_sliding_window_pattern", "interleaved_sliding_window",
 )  # fmt: skip
-"""Keys that say nothing without a window."""
+"""Keys without effect if there is no window."""
 
 
 def check_geometry(keys: Keys, family: str, known: ModelFamily) -> None:
-    """Refuse a configuration with a key whose effect on its family's KV cache is not known.
+    """Refuse a configuration with a key whose effect on its family's KV cache is unknown.
 
     Raises:
         UnreadableConfig: names the first such key.
@@ -99,7 +99,7 @@ def _says_nothing(keys: Keys, key: str) -> bool:
     if isinstance(value, list):
         return _is_list_of_nothing(key, value)
     if value in (None, False, 0, "") or value == {}:
-        # vLLM gives layers a window whatever a switch says that the family does not know.
+        # vLLM uses a window regardless of a switch that the family does not have.
         return not (key == "use_sliding_window" and value is False and keys.get("sliding_window"))
     if isinstance(value, Mapping):
         return key.endswith("_config") and not _WORDS.search(key.removesuffix("_config"))

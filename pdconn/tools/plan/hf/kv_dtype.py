@@ -1,7 +1,7 @@
-"""The type of keys and values that a checkpoint asks for, as vLLM 0.32 takes it under ``auto``.
+"""The type of keys and values that a checkpoint requests, as vLLM 0.32 uses it under ``auto``.
 
-A quantized checkpoint may say it in ``quantization_config`` of its ``config.json``, or, written by
-ModelOpt 0.29 and before, in ``hf_quant_config.json`` beside it.  vLLM asks twice:
+A quantized checkpoint may have it in ``quantization_config`` of its ``config.json`` or, written by
+ModelOpt 0.29 and before, in ``hf_quant_config.json`` beside it.  vLLM reads it twice:
 
     before the model is built (``resolve_kv_cache_dtype_string``): ModelOpt's alone, of the outer
         level, or of the file beside it if that level has none;
@@ -38,11 +38,11 @@ class KvDtype:
 
 
 def checkpoint_kv_dtype(config: Keys, beside: Keys | None, *, is_latent: bool) -> KvDtype | None:
-    """What the checkpoint asks for; None for the model's own type.
+    """The type that the checkpoint requests; None for the model's own type.
 
     Args:
         config: the whole ``config.json``.
-        beside: ``hf_quant_config.json``; None where there is none.
+        beside: ``hf_quant_config.json``; None without one.
         is_latent: whether all attention is MLA.
 
     Raises:
@@ -61,7 +61,7 @@ def checkpoint_kv_dtype(config: Keys, beside: Keys | None, *, is_latent: bool) -
 
 
 def _further(config: Keys) -> list[Keys | None]:
-    """Where vLLM looks if the outermost level has no ``quantization_config``."""
+    """The places where vLLM looks if the outermost level has no ``quantization_config``."""
     inner = (_object(config, key) for key in NESTED)
     nested = [_object(one, "quantization_config") for one in inner if one is not None]
     return [*nested, _object(config, "compression_config")]
@@ -99,7 +99,7 @@ def _modelopt(found: Keys, where: str) -> KvDtype | None:
 
 
 def _in_modelopt(given: Any, key: str) -> KvDtype | None:
-    """vLLM warns of what it does not know, and keeps the model's type."""
+    """The type of ModelOpt; vLLM warns about unknown ones, and keeps the model's type."""
     algo = given.lower() if isinstance(given, str) else ""
     if isinstance(given, Mapping) and given.get("type") == "float":
         if given.get("num_bits") == 8 and given.get("dynamic") is False:
@@ -112,7 +112,7 @@ def _in_modelopt(given: Any, key: str) -> KvDtype | None:
 
 
 def _compressed_tensors(found: Keys, method: str) -> KvDtype | None:
-    """vLLM loads scales of 8-bit numbers alone, and ends where there are others."""
+    """The type of compressed-tensors; vLLM supports scales of 8-bit numbers only."""
     scheme = found.get("kv_cache_scheme")
     if method != _CT or scheme is None:
         return None

@@ -1,4 +1,4 @@
-"""The families whose configurations are read: defaults of their classes, and the keys they read."""
+"""The supported families: defaults of their configuration classes, and the keys they read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Defaults = Mapping[str, int | bool | str | None]
 
 
 class Windows(Enum):
-    """Which layers of a family have a window, as vLLM's model of it decides.
+    """The layers of a family that have a window, according to vLLM's model class.
 
-    UNIFORM: all, or none: vLLM gives ``sliding_window`` to each layer whose model names no other.
-    NAMED: those that ``layer_types`` names; without names as UNIFORM, or all but every n-th.
+    UNIFORM: all, or none: vLLM gives ``sliding_window`` to each layer unless the model names
+        another.
+    NAMED: those in ``layer_types``; without names as UNIFORM, or all but every n-th.
     SWITCHED: as UNIFORM, if ``use_sliding_window`` is true (Qwen).
     CHUNKED: Llama 4's chunks.
     NONE: none.
@@ -41,18 +42,18 @@ _READS: Mapping[Windows, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """What is read of the configurations of one ``model_type``.
+    """The parts of a configuration with one ``model_type`` that are read.
 
     Attributes:
-        defaults: of its class; a file may leave out what equals them.
-        full_every: every n-th layer is full, where no list says it; 0 without such a pattern.
-        reads: geometry keys that decide, besides those of ``windows`` and of every family.
-        ignores: geometry keys that vLLM's model of this family does not look at.
+        defaults: of its class; a file may omit keys that equal them.
+        full_every: every n-th layer is full, if no list says otherwise; 0 without such a pattern.
+        reads: geometry keys that matter, besides those of ``windows`` and of every family.
+        ignores: geometry keys that vLLM's model of this family does not read.
         extra_window: tokens that vLLM adds to the configured window.
-        is_latent: attention is MLA: one latent a token, whatever the heads.
+        is_latent: attention is MLA: one latent per token, whatever the number of heads.
         heads_divide_hidden: the size of a head is ``hidden_size`` over heads; ``head_dim`` is
-            not looked at.
-        is_fixed: ``full_every`` holds whatever ``layer_types`` says; of a switch, that it is off.
+            ignored.
+        is_fixed: ``full_every`` applies regardless of ``layer_types``; for a switch: it is off.
     """
 
     defaults: Defaults
@@ -66,12 +67,12 @@ class ModelFamily:
     is_fixed: bool = False
 
     def is_read(self, key: str) -> bool:
-        """Whether ``key`` decides something, or is known not to."""
+        """Whether ``key`` has an effect, or is known to have none."""
         return key in self.reads or key in self.ignores or key in _READS[self.windows]
 
     @property
     def names_layers(self) -> bool:
-        """Whether ``layer_types`` may name several kinds."""
+        """Whether ``layer_types`` may contain several kinds."""
         return self.windows in (Windows.NAMED, Windows.CHUNKED) or "layer_types" in self.reads
 
 
@@ -92,11 +93,12 @@ def _family(
 
 
 _SWITCH_OFF: Mapping[str, int | bool] = {"use_sliding_window": False, "sliding_window": 4096}
-"""Qwen's: windows from a layer on, and only if they are switched on."""
+"""Qwen's windows: from a certain layer on, and only if enabled."""
 
 _SHARED = frozenset({"num_kv_shared_layers"})
 _PATTERN = frozenset({"sliding_window_pattern"})
-_WRITTEN = frozenset({"_sliding_window_pattern"})  # by transformers, which does not read it back
+# Written by transformers, which does not read it back.
+_WRITTEN = frozenset({"_sliding_window_pattern"})
 _OF_LATENTS = frozenset({"kv_lora_rank", "qk_rope_head_dim"})
 _BESIDE_LATENTS = frozenset({"qk_nope_head_dim", "v_head_dim", "qk_head_dim"})
 _OF_INDEXERS = frozenset({"index_head_dim", "index_topk_freq", "index_skip_topk_offset",
@@ -108,25 +110,25 @@ _SWA = frozenset({"swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "
 
 
 def _uniform(defaults: Defaults, *, names: bool = False, divided: bool = False) -> ModelFamily:
-    """One window for all layers; ``names``: unless ``layer_types`` names other kinds."""
+    """One window for all layers; ``names``: unless ``layer_types`` contains other kinds."""
     windows = Windows.NAMED if names else Windows.UNIFORM
     return ModelFamily(defaults, windows, heads_divide_hidden=divided)
 
 
 def _every(nth: int, defaults: Defaults, **more: Any) -> ModelFamily:
-    """All layers but each n-th have the window."""
+    """All layers except each n-th have the window."""
     return ModelFamily(defaults, Windows.NAMED, nth, **more)
 
 
 def _latent(defaults: Defaults) -> ModelFamily:
-    """MLA; vLLM gives it no windows."""
+    """MLA; vLLM uses no windows with it."""
     return ModelFamily(
         defaults, Windows.NONE, reads=_OF_LATENTS, ignores=_BESIDE_LATENTS, is_latent=True
     )
 
 
 def _indexed(defaults: Defaults) -> ModelFamily:
-    """MLA whose layers keep a row of an indexer beside the latent (DeepSeek sparse attention)."""
+    """MLA whose layers keep an indexer's row beside the latent (DeepSeek sparse attention)."""
     return ModelFamily(
         defaults,
         Windows.NONE,
@@ -139,7 +141,7 @@ def _indexed(defaults: Defaults) -> ModelFamily:
 def _switched(
     defaults: Defaults, *, divided: bool = False, is_fixed: bool = False, names: bool = False
 ) -> ModelFamily:
-    """``names``: layers that ``layer_types`` names have windows whatever the switch says."""
+    """``names``: layers in ``layer_types`` have windows regardless of the switch."""
     reads = frozenset({"layer_types"} if names else ())
     return ModelFamily(
         defaults, Windows.SWITCHED, reads=reads, heads_divide_hidden=divided, is_fixed=is_fixed
@@ -213,7 +215,7 @@ _LFM2_KEYS = ("conv_L_cache", "conv_dim", "full_attn_idxs")
 _GIVEN: Defaults = MappingProxyType({})
 
 UNNAMED = ModelFamily(_GIVEN, Windows.NONE, reads=frozenset({"layer_types", "sliding_window"}))
-"""A file without a ``model_type``: only what means the same in all families."""
+"""A file without a ``model_type``: only keys that mean the same in all families."""
 
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
@@ -291,7 +293,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         ),
         "kimi_k2": _latent(_GIVEN),
         "kimi_linear": _states(
-            _GIVEN,  # vLLM reads it with a class of its own, and not with that of transformers
+            _GIVEN,  # vLLM reads it with its own class, not with that of transformers
             "linear_attn_config",
             *_OF_LATENTS,
             ignores=_BESIDE_LATENTS,
@@ -377,10 +379,10 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "step3p7": _STEP3P5,
     }
 )
-"""The families whose KV cache the forecast understands, by ``model_type``.
+"""The families whose KV cache the forecast supports, by ``model_type``.
 
-A ``config.json`` may leave out what equals the default of its family's class, as Gemma 3's
-do; an explicit null is not replaced.  A family that is not here may keep other state than
-keys and values, or in other layers: it is refused, since its forecast could be wrong in
-silence.  A family without numbers has configurations that give all of them.
+A ``config.json`` may omit keys that equal the default of its family's class, as Gemma 3's do; an
+explicit null is not replaced.  A family that is not here may keep other state than keys and values,
+or in other layers: it is refused, since its forecast could be silently wrong.  A family without
+numbers has configurations with all of them.
 """

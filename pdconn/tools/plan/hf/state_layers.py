@@ -1,8 +1,7 @@
-"""Families with recurrent states: which layers keep them, and what one is.
+"""Families with recurrent states: the layers that keep them, and the size of one.
 
-Formulas are those of :mod:`pdconn.tools.plan.layer_states`; here are the names that each family
-has for its numbers.  A layer keeps rows of attention, a state, both (Falcon-H1) or nothing
-(Nemotron-H)::
+Formulas are in :mod:`pdconn.tools.plan.layer_states`; this module has each family's names for the
+numbers.  A layer keeps rows of attention, a state, both (Falcon-H1) or nothing (Nemotron-H)::
 
     layer_types, layers_block_type   a kind per layer, by name
     hybrid_override_pattern          the same in letters: M(amba), * (attention), - and E (none)
@@ -10,8 +9,8 @@ has for its numbers.  A layer keeps rows of attention, a state, both (Falcon-H1)
     attn_layer_period and offset     Jamba
     attn_layer_indices, full_attn_idxs, linear_attn_config   lists of layers
 
-The window is in the model's dtype, and so is the state behind it, except where a family's
-configuration or vLLM says otherwise.
+The window is in the model's dtype, and so is the state after it, unless a family's configuration or
+vLLM differs.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def hybrid_layers(family: str, keys: Keys) -> HybridLayers:
     """The layers of a model of one of ``STATE_FAMILIES``.
 
     Raises:
-        UnreadableConfig: a key is missing, wrong or not supported.
+        UnreadableConfig: a key is missing, invalid or not supported.
     """
     found, state = STATE_FAMILIES[family]
     kinds = found(keys)
@@ -81,7 +80,7 @@ def _of(kinds: Iterable[str], kind: str) -> tuple[int, ...]:
     return tuple(layer for layer, other in enumerate(kinds) if other == kind)
 
 
-# --- which layers
+# --- layers
 
 
 def _num_layers(keys: Keys) -> int:
@@ -141,7 +140,7 @@ def _bamba(keys: Keys) -> list[str]:
 
 
 def _kimi(keys: Keys) -> list[str]:
-    """vLLM's class of this family knows no other way, and asks for both lists."""
+    """The kinds of Kimi's layers; vLLM's class requires both lists."""
     listed, layers = _linear_attention(keys), _num_layers(keys)
     linear = indices(listed, "kda_layers", 1, layers)
     indices(listed, "full_attn_layers", 1, layers)
@@ -159,7 +158,7 @@ def _every_layer(keys: Keys) -> list[str]:
     return [_STATE] * _num_layers(keys)
 
 
-# --- what a state is
+# --- states
 
 
 def _mamba2(keys: Keys) -> LayerState:
@@ -197,12 +196,12 @@ def _gated_delta_net(keys: Keys) -> LayerState:
 
 
 def _qwen3_next(keys: Keys) -> LayerState:
-    """vLLM reads no dtype of states from its configuration."""
+    """Qwen3-Next's state; vLLM reads no dtype of states from its configuration."""
     return _gated_delta_net({**keys, "mamba_ssm_dtype": None})
 
 
 def _kda(keys: Keys) -> LayerState:
-    """vLLM keeps its states in 32 bits."""
+    """Kimi's state; vLLM keeps it in 32 bits."""
     listed = _linear_attention(keys)
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     heads, head_dim, kernel = (number(listed, name) for name in names)
@@ -222,7 +221,7 @@ def _short_convolution(keys: Keys) -> LayerState:
 
 
 def _convolved_hidden(keys: Keys) -> LayerState:
-    """vLLM's model of LFM2 with experts does not look at ``conv_dim``."""
+    """The state of LFM2 with experts; vLLM's model ignores ``conv_dim``."""
     return _convolved(keys, "hidden_size")
 
 
@@ -233,7 +232,7 @@ def _convolved(keys: Keys, channels_key: str) -> LayerState:
 
 
 def _sizes(keys: Keys, key: str) -> ItemSizes:
-    """Sizes by the model's dtype; that of the state by ``key`` where it is given."""
+    """Item sizes from the model's dtype; the state's from ``key`` if given."""
     window, given = item_nbytes(keys), keys.get(key)
     if given in (None, "auto"):
         return ItemSizes(window, window)
@@ -263,4 +262,4 @@ STATE_FAMILIES: Mapping[str, _Reader] = MappingProxyType(
         "qwen3_next": (_qwen, _qwen3_next),
     }
 )
-"""For each family the reader of its layers, and the reader of a state."""
+"""The reader of the layers, and the reader of a state, of each family."""

@@ -1,1 +1,1 @@
-"""What a store of a model's KV costs: bytes to keep, and the time to load them."""
+"""The cost of a store of a model's KV: bytes kept, and the time to load them."""

@@ -1,4 +1,4 @@
-"""What a store keeps of a prompt, and whether loading it beats computing it again.
+"""The rows that a store keeps of a prompt, and whether loading is faster than recomputing.
 
 The rows are those of :mod:`pdconn.store.format`, computed for the shape of a model, so bytes are
 exact.  Times are not: the store reads at one rate, and prefill computes at another::
@@ -6,11 +6,11 @@ exact.  Times are not: the store reads at one rate, and prefill computes at anot
     load       bytes that all ranks read up to the boundary / bytes per second of the store
     recompute  tokens up to the boundary / tokens per second of prefill
 
-Both compute what is left of the prompt after the boundary, at least its last token.  A prompt
-pays where loading is faster there and at every longer boundary.
+Both compute the rest of the prompt after the boundary, at least its last token.  Storing a prompt
+pays off if loading is faster there and at every longer boundary.
 
-A state is kept where a pass ends.  Of a model with states a row is a block of the engine, and a
-prompt leaves the state at its last boundary; those at ends of passes before are not counted.
+A state is kept at the end of a pass.  In a model with states a row is a block of the engine, and a
+prompt leaves the state at its last boundary; states at ends of earlier passes are not counted.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from pdconn.tools.plan.plan_errors import ShapeError
 
 BLOCK_TOKENS = 256
 STAGING = StoreSettings(root="", capacity=1).staging
-"""Bytes of each rank, by default."""
+"""Default staging bytes per rank."""
 LONGEST_TOKENS = 1 << 20
-"""The break-even is looked for up to this boundary."""
+"""The longest boundary that is tried for the break-even."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingForecast:
-    """Host memory of each rank through which a prompt is loaded.
+    """Host memory of each rank for loading a prompt.
 
     Attributes:
-        needed_nbytes: for the whole load; with less, less of the prompt is loaded.
-        given_nbytes: what there is.
-        tokens: the largest saved boundary of the prompt that ``given_nbytes`` carry: what a
-            second request does not compute.
+        needed_nbytes: for the whole load; with less, a shorter part of the prompt is loaded.
+        given_nbytes: the configured size.
+        tokens: the largest saved boundary of the prompt for which ``given_nbytes`` suffice: a
+            second request does not compute these.
     """
 
     needed_nbytes: int
@@ -65,16 +65,16 @@ class StoreForecast:
     """A prompt in a store, and its load by every rank of ``engine``.
 
     Attributes:
-        layout: of whole rows.
-        every: canonical blocks from one saved boundary to the next; None: the last ones alone.
+        layout: layout of whole rows.
+        every: canonical blocks between saved boundaries; None: only the last boundary.
         boundary: tokens that a second request with this prompt does not compute.
-        fa_rows, wa_rows: that the prompt leaves in the store, its last boundary among them.
-        load_nbytes: that all ranks read for the boundary, replicated heads once for each.
+        fa_rows, wa_rows: rows that the prompt leaves in the store, including its last boundary.
+        load_nbytes: bytes that all ranks read for the boundary; replicated heads count once each.
         staging: host memory of each rank for the load.
         rate: bytes per second of the store, for all ranks together.
-        prefill_rate: tokens per second that prefill computes; None if it is not known.
-        break_even: tokens of the shortest prompt that is loaded faster than computed, as are
-            all longer ones; None without ``prefill_rate``, or if there is none.
+        prefill_rate: tokens per second that prefill computes; None if unknown.
+        break_even: tokens of the shortest prompt from which on loading is faster; None without
+            ``prefill_rate``, or if there is none.
     """
 
     engine: EngineShape
@@ -141,18 +141,18 @@ def forecast_store(
     block_tokens: int | None = None,
     staging: int = STAGING,
 ) -> StoreForecast:
-    """What one prompt leaves in a store, and what loading it costs.
+    """The rows that one prompt leaves in a store, and the cost of loading them.
 
     Args:
         rate: bytes per second of the store.
         prefill_rate: tokens per second that prefill computes.
         window_every: as in the store's settings.
-        block_tokens: of a canonical block; None for 256, and for a block where there are states.
+        block_tokens: of a canonical block; None for 256, or for an engine block with states.
         staging: bytes of host memory of each rank.
 
     Raises:
         ShapeError: a number is out of range.
-        FormatError: blocks of the engine that canonical ones do not hold.
+        FormatError: canonical blocks are no multiple of the engine's blocks.
     """
     _check(prompt_tokens, rate, prefill_rate, staging)
     ranks = engine.references(1)
@@ -207,7 +207,7 @@ def _saved(
 
 @dataclass(frozen=True, slots=True)
 class _LoadSizes:
-    """Bytes that all ranks together read of one row of each kind: their slabs and footers."""
+    """Bytes that all ranks together read of one row of each kind: slabs and footers."""
 
     fa: int
     wa: int

@@ -1,4 +1,4 @@
-"""A prompt in a store, for people and as JSON: ``pdconn plan --store``."""
+"""A prompt in a store, as text and as JSON: ``pdconn plan --store``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StoreForecastReport:
-    """What is kept, what is loaded, and from where on that pays."""
+    """What is kept and loaded, and the length from which that pays off."""
 
     made: StoreForecast
 
     def text(self, width: int | None = None) -> str:
-        """A few lines, whatever the ``width``."""
+        """A few lines; ignores ``width``."""
         names, values = headings(_STORE), cells(_STORE, self.made)
         return "\n".join(f"{name:<11}{value}" for name, value in zip(names, values, strict=True))
 
@@ -62,7 +62,7 @@ def _load(made: StoreForecast) -> str:
 
 
 def _staging(made: StoreForecast) -> str:
-    """How far a rank's staging carries this prompt, and what carries all of it."""
+    """The prompt length for which a rank's staging suffices, and the staging for all of it."""
     there, needed = _mib(made.staging.given_nbytes), _mib(made.staging.needed_nbytes)
     if made.staging.needed_nbytes <= made.staging.given_nbytes:
         return f"{needed} a rank; {there} are enough"

@@ -110,7 +110,7 @@ def test_kv_goes_over_its_own_network_alone(checks: Checks) -> None:
 def test_the_published_port_is_the_router(running: Fleet) -> None:
     (prompt,) = fresh(1, 100, seed=3)
     assert send("http://127.0.0.1:8000", prompt).answer is not None
-    assert "pdconn_router_engine_up" in Client("http://127.0.0.1:9000").get("/metrics")
+    assert "pdconn_router_engine_up" in Client("http://127.0.0.1:9000").get_text("/metrics")
 
 
 def test_limits_of_the_file_are_in_force(running: Fleet) -> None:

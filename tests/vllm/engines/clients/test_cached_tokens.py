@@ -108,7 +108,7 @@ def test_cached_tokens_are_those_of_prefill(
     assert warm.cached >= cold.prompt - 1 - BLOCK
 
     # Decode holds all of it and prefill nothing: the answer says nothing is cached.
-    assert pair.prefill.post("/reset_prefix_cache", {}) is not None
+    assert pair.prefill.post_json("/reset_prefix_cache", {}) is not None
     held_by_decode = told(pair, url, route, text, stream)
     assert (held_by_decode.cached, held_by_decode.by_prefill) == (0, 0)
     assert held_by_decode.by_decode > 0, "control: its own number is another one"

@@ -158,7 +158,7 @@ def answers_amid_a_kill(faulty: Faulty, prompts: Sequence[Prompt]) -> list[Answe
             for prompt, ticket in pairs[:reading]
         ]
         time.sleep(DELAY_S / 3)  # claims are granted, reads wait
-        faulty.prefill.kill()
+        faulty.prefill.kill_command()
         if made.family.coarse:
             wait(first)  # computed beside others it would be rounded with them
         rest = [

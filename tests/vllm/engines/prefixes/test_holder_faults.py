@@ -104,7 +104,7 @@ def test_what_the_holder_has_forgotten_is_computed(scene: Scene) -> None:
     """It takes back what it has lent, and lends no more."""
     prompt, ticket = scene.lent(2)
     holder = scene.clients["holder"]
-    assert holder.post("/reset_prefix_cache", {}) == {"success": True}
+    assert holder.post_json("/reset_prefix_cache", {}) == {"success": True}
     told = lend_prefix(holder, prompt, PREFIX)
     assert told == {"pdconn": {"lend": PREFIX, "held": 0}}
     pulls = scene.pulls()
@@ -145,7 +145,7 @@ def test_a_holder_that_freezes_after_it_has_granted_costs_little_more_than_compu
 
 def test_a_holder_that_dies_or_starts_again_is_done_without(scene: Scene) -> None:
     amid, before, late = (scene.lent(seed) for seed in (5, 6, 7))
-    seen = scene.amid(scene.holder.kill, *amid, "other")
+    seen = scene.amid(scene.holder.kill_command, *amid, "other")
     assert scene.is_right(amid[0], seen)
     assert scene.is_right(before[0], scene.ask(*before)), "it is gone"
     scene.relaunch()
@@ -161,7 +161,7 @@ def test_a_holder_that_dies_or_starts_again_is_done_without(scene: Scene) -> Non
 def test_one_that_takes_failed_pulls_for_received_is_wrong(scene: Scene) -> None:
     """Negative control."""
     prompt, ticket = scene.lent(10)
-    seen = scene.amid(scene.holder.kill, prompt, ticket, "hasty")
+    seen = scene.amid(scene.holder.kill_command, prompt, ticket, "hasty")
     assert not scene.is_right(prompt, seen)
     scene.relaunch()
 

@@ -173,7 +173,7 @@ def test_a_router_has_prefill_pull_what_a_busy_engine_holds(
     prefill_only(clients["prefill"], shared)
     other = name_of_another(made)
     words = {name: clients[name].url + events[name] for name in events}
-    config = ProxyConfig.of(
+    config = ProxyConfig.from_options(
         [words["prefill"], words[other]], [words["decode"]], port=0, pull_above=64, alone_below=0
     )
     pulls = made.metric("pulls_total", other)

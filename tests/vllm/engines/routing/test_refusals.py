@@ -51,7 +51,7 @@ class Routed:
 
     def count(self, name: str, **labels: str) -> float:
         """A counter of the router."""
-        page = Client(admin_url(self.url)).get("/metrics")
+        page = Client(admin_url(self.url)).get_text("/metrics")
         return sum(
             sample.value
             for family in text_string_to_metric_families(page)

@@ -224,7 +224,7 @@ def _complete(engine: Engine, tokens: list[int], salt: str | None, num_tokens: i
     }
     if salt is not None:
         body["cache_salt"] = salt
-    usage = Client(engine.url).post("/v1/completions", body)["usage"]
+    usage = Client(engine.url).post_json("/v1/completions", body)["usage"]
     return (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
 

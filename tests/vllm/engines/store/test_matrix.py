@@ -279,7 +279,9 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
     tickets = {prompt: prefill_only(pair["prefill"], prompt) for prompt in (other, late)}
     assert all(tickets.values())
     wait_for_rows(pair.root, num_rows([second, other, late]))
-    pair.engines["prefill"].kill()  # under vLLM's default policy, a pull that fails would show
+    pair.engines[
+        "prefill"
+    ].kill_command()  # under vLLM's default policy, a pull that fails would show
     for prompt in (first, other, late):
         for decode in (pair["decode"], pair["recomputing"]):
             before = _stored_tokens(decode)

@@ -119,7 +119,7 @@ def survivors(first: Rooted, model: Path, work: Path) -> Iterator[Survivors]:
     assert all(tickets.values())
     wait_for_rows(first.root, saved + num_rows([kept, *lent]))
     asked(first.client, [lost])
-    first.engine.kill()
+    first.engine.kill_command()
     whole = set(rows(first.root, "fa"))
     alone = Configuration("LBHNC", False, one_process=True, policy="fail")
     specs = [
@@ -201,9 +201,9 @@ def test_what_is_saved_after_weights_were_changed_in_place_is_the_engines_own(
     before = hit_tokens(client)
     assert not expected.mismatches(asked(client, [prompt]))
     assert hit_tokens(client) - before == resumable(prompt), "the control"
-    client.post("/pause?clear_cache=false", {})
-    client.post("/collective_rpc", {"method": "reload_weights"})
-    client.post("/resume", {})
+    client.post_json("/pause?clear_cache=false", {})
+    client.post_json("/collective_rpc", {"method": "reload_weights"})
+    client.post_json("/resume", {})
     before = hit_tokens(client)
     assert not expected.mismatches(asked(client, [prompt]))
     assert hit_tokens(client) == before
