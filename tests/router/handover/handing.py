@@ -61,7 +61,7 @@ class Handing:
         self.clients: dict[str, Client] = {}
         self.leases: Iterator[int] = itertools.count(1)
         self.given: dict[str, EngineAsk] = {}
-        config = ProxyConfig.of(
+        config = ProxyConfig.from_options(
             self.prefill, self.decode, port=0, require_prefill=require_prefill, lease_s=LEASE_S
         )
         self.engines = EngineRegistry(self.prefill, self.decode, first_backoff_s=0.1)
@@ -69,7 +69,7 @@ class Handing:
         client: Any = self.client
         alone = config.engines.decodes_alone
         self.health = Health(self.engines, client, self.metrics.engine_up, decodes_alone=alone)
-        planner, limits = PullPlanner.of(1), Limits(patience_s=PATIENCE_S)
+        planner, limits = PullPlanner.from_floor(1), Limits(patience_s=PATIENCE_S)
         self.router = make_router(
             config,
             RoundRobin(),
