@@ -112,7 +112,7 @@ class ScriptedClient:
         """Requests that wait for an answer."""
         return [ask for ask in self.asks if not ask.answer.done()]
 
-    async def post(
+    async def post_body(
         self,
         engine: str,
         path: str,
@@ -131,7 +131,7 @@ class ScriptedClient:
             ask.fail(ConnectFailed("Connection refused"))
         return self._answer(engine, await ask.answer)
 
-    async def get(self, engine: str, path: str, headers: CIMultiDict[str]) -> EngineAnswer:
+    async def get_page(self, engine: str, path: str, headers: CIMultiDict[str]) -> EngineAnswer:
         """As the client's own, at once: of health and models."""
         del headers
         if engine in self.down:

@@ -48,7 +48,7 @@ class Either:
         else:
             ask.respond(int(how))
 
-    async def post(self, how: str) -> tuple[int, bytes]:
+    async def post_body(self, how: str) -> tuple[int, bytes]:
         """Status and body of the answer, which is closed."""
         if isinstance(self.client, EngineClient) or how == "gone":
             await self.ends(how)
@@ -60,11 +60,11 @@ class Either:
 
     async def _post(self) -> tuple[int, bytes]:
         headers: CIMultiDict[str] = CIMultiDict()
-        answer = await self.client.post(self.engine.url, PATH, BODY, headers, self.delivery)
+        answer = await self.client.post_body(self.engine.url, PATH, BODY, headers, self.delivery)
         answer.when_closed(self.closed.append)
         await answer.await_first()
         async with answer:
-            return answer.status, await answer.rest()
+            return answer.status, await answer.read_rest()
 
 
 async def refuse(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
@@ -87,7 +87,7 @@ async def either(kind: str) -> AsyncIterator[Either]:
 @in_loop
 async def test_an_answer_was_seen_is_read_whole_and_closed_once(kind: str) -> None:
     async with either(kind) as made:
-        assert await made.post("200") == (200, ANSWER)
+        assert await made.post_body("200") == (200, ANSWER)
         assert made.delivery.begun
         assert made.closed == [None]
 
@@ -96,7 +96,7 @@ async def test_an_answer_was_seen_is_read_whole_and_closed_once(kind: str) -> No
 @in_loop
 async def test_a_refusal_is_an_answer(kind: str) -> None:
     async with either(kind) as made:
-        status, _ = await made.post("503")
+        status, _ = await made.post_body("503")
         assert status == 503
         assert made.delivery.begun
 
@@ -106,7 +106,7 @@ async def test_a_refusal_is_an_answer(kind: str) -> None:
 async def test_what_could_not_connect_was_not_seen(kind: str) -> None:
     async with either(kind) as made:
         with pytest.raises(ExceptionGroup) as failed:
-            await made.post("gone")
+            await made.post_body("gone")
         assert failed.group_contains(ConnectFailed)
         assert not made.delivery.begun
 
@@ -116,7 +116,7 @@ async def test_what_could_not_connect_was_not_seen(kind: str) -> None:
 async def test_what_broke_may_have_been_seen(kind: str) -> None:
     async with either(kind) as made:
         with pytest.raises(ExceptionGroup) as failed:
-            await made.post("broken")
+            await made.post_body("broken")
         assert failed.group_contains(ConnectionLost)
         assert made.delivery.begun
 
