@@ -23,7 +23,7 @@ from pdconn.puller.reads import Connect, Connected, Disconnect, Job, Read, ReadS
 from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.connection import SideChannelLost
 from tests.fakes.pair import TRAITS, Cache
-from transport import PeerId, ReadStats, Settled
+from transport import PeerId, ReadStats, Settled, TransportError
 
 BLOCKS = (BlockList(0, (1, 2, 3)),)
 CLAIM_S, READ_S, DRAIN_S = 10.0, 120.0, 5.0
@@ -97,15 +97,16 @@ class OneRank:
         jobs, self._jobs[:] = list(self._jobs), []
         return jobs
 
-    def settle(self, jobs: Iterable[Job] | None = None) -> None:
-        """All reads that were posted have ended, or those of ``jobs``."""
+    def settle(
+        self, jobs: Iterable[Job] | None = None, error: TransportError | None = None
+    ) -> None:
+        """All reads that were posted have ended, or those of ``jobs``; with ``error``."""
         for job in self.take_jobs() if jobs is None else jobs:
             if isinstance(job, Disconnect):
                 continue
             assert isinstance(job, Read)
-            self.pulls.handle_result(
-                ReadSettled(job.tag, Settled(ReadStats(1, 1, 0.0, 0.0)), self.now)
-            )
+            settled = Settled(ReadStats(1, 1, 0.0, 0.0), error)
+            self.pulls.handle_result(ReadSettled(job.tag, settled, self.now))
 
     def peer(self, lender: str) -> Peer:
         return next(peer for peer in self.pulls.peers if peer.key.host == lender)

@@ -10,9 +10,10 @@ from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import PullState
 from pdconn.protocol.messages import Granted
 from pdconn.puller.commands import FailedPull
+from pdconn.puller.reads import Read
 from pdconn.puller.warmup import Pauses, Place, RetryTimer, WarmUp
 from tests.puller.renewals.one_rank import CLAIM_S, DRAIN_S, READ_S, OneRank
-from transport import Memory
+from transport import Memory, PeerLost
 
 PAUSES = Pauses()
 
@@ -119,11 +120,25 @@ def test_a_read_that_hangs_is_given_up_and_none_follows_before_it_has_ended(
         if rank.due_at is None:
             rank.greet("a")
         assert not rank.is_warm
-        rank.take_jobs()
+        assert not [job for job in rank.take_jobs() if isinstance(job, Read)]
     rank.settle(hanging)
     rank.try_again()
     rank.settle()
     assert rank.is_warm
+
+
+def test_a_lender_that_a_page_has_lost_is_dialled_anew_by_the_next_request(
+    rank: WarmingRank,
+) -> None:
+    """The request that holds a claim there goes on: its own read may fare better."""
+    rank.greet("a")
+    rank.claim("r", "a")
+    used = rank.peer("a")
+    rank.settle(error=PeerLost("cut"))
+    assert rank.state("r") is PullState.CLAIMING
+    assert used.state is PeerState.READY
+    rank.claim("next", "a")
+    assert [peer for peer in rank.pulls.peers if "next" in peer.pulls] != [used]
 
 
 def test_what_a_page_waits_for_in_vain_a_request_may_go_on_waiting_for(rank: WarmingRank) -> None:
