@@ -166,7 +166,7 @@ def pulls(draw: st.DrawFn, sampled: bool = False) -> Pull:
     return Pull(case, Terms(draw(st.text(max_size=5)), case.theirs.tokens, sampled, unit_tokens))
 
 
-@drawn(200)
+@drawn(100)
 @given(pulls())
 def test_honest_pulls_pass_and_cover_each_unit_that_was_read_whole(pull: Pull) -> None:
     plan = pull.case.plan()
@@ -176,7 +176,7 @@ def test_honest_pulls_pass_and_cover_each_unit_that_was_read_whole(pull: Pull) -
     assert sum(expected.nbytes for expected in pull.expected) == covered.sum()
 
 
-@drawn(200)
+@drawn(100)
 @given(pulls(), st.data())
 def test_one_changed_byte_of_ours_fails_the_check(pull: Pull, data: st.DataObject) -> None:
     plan = pull.case.plan()
@@ -204,7 +204,7 @@ def test_no_other_byte_of_ours_matters(pull: Pull, data: st.DataObject) -> None:
     pull.check()
 
 
-@drawn(200)
+@drawn(100)
 @given(pulls(), st.data())
 def test_blocks_written_anew_after_they_were_lent_fail_the_check(
     pull: Pull, data: st.DataObject
@@ -314,7 +314,7 @@ def test_units_of_a_row_cover_every_written_row_that_was_pulled(pull: Pull) -> N
     assert (pulled.covered(case, terms) == (row < written[layer])).all()
 
 
-@drawn(200)
+@drawn(100)
 @given(pulls(sampled=True))
 def test_both_sides_choose_the_same_sample(pull: Pull) -> None:
     """The lender has sums of its sample only; it could not answer for another block."""

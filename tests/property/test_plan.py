@@ -25,7 +25,7 @@ from tests.property.scale import drawn
 from transport import Spans
 
 
-@drawn(500)
+@drawn(250)
 @given(cases())
 def test_every_needed_byte_once_from_the_right_source(case: Case) -> None:
     case.check(case.plan())

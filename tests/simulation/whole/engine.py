@@ -44,6 +44,7 @@ from pdconn.vllm.blocks.splits import UNSPLIT
 from pdconn.vllm.metadata import PdWorkerReport
 from pdconn.vllm.scheduler import PdScheduler
 from pdconn.vllm.stats import PdStats
+from tests.fakes.simulated.inspection import inspected_here
 from tests.simulation.decode import DecodeRank
 from tests.simulation.memory import BLOCK_TOKENS
 from tests.simulation.prefill import TRAITS
@@ -90,7 +91,8 @@ def _config() -> VllmConfig:
         kv_transfer_config=transfer, max_num_batched_tokens=64, max_num_seqs=32,
         async_scheduling=False, disable_log_stats=True, prefix_caching_hash_algo="sha256_cbor",
     )  # fmt: skip
-    made: VllmConfig = args.create_engine_config()
+    with inspected_here():
+        made: VllmConfig = args.create_engine_config()
     made.cache_config.block_size = BLOCK_TOKENS
     init_none_hash(_hash)
     return made

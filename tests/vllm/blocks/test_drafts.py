@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from transformers import (
     Qwen3NextConfig,
 )
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-from vllm.model_executor.models import registry
 from vllm.transformers_utils.model_arch_config_convertor import Gemma4ModelArchConfigConvertor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, MLAAttentionSpec
 
@@ -35,6 +33,7 @@ from pdconn.vllm.blocks.geometry import kv_cache_references
 from pdconn.vllm.blocks.heads import heads_by_layer, total_kv_heads
 from pdconn.vllm.blocks.traits import block_traits
 from registration import KVCacheReferences, RegistrationError
+from tests.fakes.simulated.inspection import inspected_here
 from tests.vllm.identity.known import SAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
@@ -76,10 +75,7 @@ CONFIGS: dict[str, tuple[Callable[..., PretrainedConfig], str, dict[str, Any]]] 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """vLLM's own configuration of a target and its drafter, each made once.
-
-    vLLM looks at each class of models in a process of its own, which imports vLLM and torch anew.
-    """
+    """vLLM's own configuration of a target and its drafter, each made once."""
     work: Path = tmp_path_factory.mktemp("configs")
     known: dict[Any, Any] = {}
 
@@ -112,15 +108,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any
             )
         return known[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_run_in_subprocess", _with_warnings_ignored)
+    with inspected_here():
         yield config
-
-
-def _with_warnings_ignored(look: Callable[[], Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what vLLM imports
-        return look()
 
 
 TARGET, BEHIND = "model.layers.1.self_attn.attn", "model.layers.{}.self_attn.attn"

@@ -65,10 +65,13 @@ def test_two_commits_of_a_branch_are_two_models_to_vllm_itself(cache: Path, mode
     """``ModelConfig`` resolves the branch by huggingface_hub, whose text is the branch's name."""
     from vllm.config import LoadConfig, ModelConfig
 
+    from tests.fakes.simulated.inspection import inspected_here
+
     seen = []
     for commit, changed in ((OLD, {}), (NEW, tuned(model))):
         add_commit(cache, commit, model, changed)
-        theirs = ModelConfig(model=REPO, skip_tokenizer_init=True)
+        with inspected_here():
+            theirs = ModelConfig(model=REPO, skip_tokenizer_init=True)
         assert isinstance(theirs.revision, ResolvedRevision)
         assert theirs.revision == "main"
         assert getattr(theirs.hf_config, "_commit_hash", None) is None
