@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections import deque
 
-from pdconn.faults.frames import DelayedFrame, FlowState, FrameCutter, FrameFaults
+from pdconn.faults.frame_faults import DelayedFrame, FlowState, FrameCutter, FrameFaults
 
 _CHUNK = 1 << 18
 

@@ -1,7 +1,7 @@
 """A relay between decode ranks and a lender that injects faults into the frames it passes.
 
 Both ends are real and unaware of the relay: decode dials the relay, the relay dials the
-lender, and each frame passes through ``pdconn.faults.frames``::
+lender, and each frame passes through ``pdconn.faults.frame_faults``::
 
     decode ──► client socket ──► Pipe "there": FrameFaults ──► target socket ──► lender
            ◄──               ◄── Pipe "back"               ◄──               ◄──
@@ -21,9 +21,8 @@ import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from random import Random
 
-from pdconn.faults.frames import HOLD_S, FrameFaults, MessageFaults
+from pdconn.faults.frame_faults import HOLD_S, FaultDraws, FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe, PipeLost
 from pdconn.sidechannel.connection import connecting_to, resolve
 from pdconn.threads import Box, SelectedBox, Worker
@@ -70,9 +69,6 @@ class _Link:
 class Relay:
     """Relays connections to ``target_host:target_port`` with ``faults``, until closed.
 
-    Every connection and direction draws from ``Random(f"{seed}/{connection}/{direction}")``:
-    ``connection`` counts from 0, ``direction`` is ``there`` or ``back``.
-
     ``counts`` holds the faults by kind, ``frames``, ``connections``, and ``unreachable`` for
     connections that the target refused.
 
@@ -91,10 +87,8 @@ class Relay:
         hold_s: float = HOLD_S,
     ) -> None:
         self._target = (target_host, target_port)
-        self._faults = faults
-        self._seed = seed
+        self._draws = FaultDraws(faults, seed, hold_s)
         self._clock = clock
-        self._hold_s = hold_s
         self._numbers = itertools.count()
         self._links: set[_Link] = set()
         self.counts: Counter[str] = Counter()
@@ -158,8 +152,7 @@ class Relay:
         self._links.add(_Link(client, target, there, back))
 
     def _faults_of(self, connection: int, direction: str) -> FrameFaults:
-        rng = Random(f"{self._seed}/{connection}/{direction}")
-        return FrameFaults(self._faults, rng, self.counts, self._hold_s)
+        return self._draws.for_direction(connection, direction, self.counts)
 
     def _serve(self, link: _Link, readable: list[object]) -> None:
         now = self._clock()

@@ -12,8 +12,8 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
+from pdconn.router.access.api_keys import ApiKeys, EngineKey, requiring
 from pdconn.router.access.cors import allowing
-from pdconn.router.access.keys import ApiKeys, EngineKey, requiring
 from pdconn.router.access.middlewares import (
     Served,
     checking_heads,
@@ -24,14 +24,7 @@ from pdconn.router.access.middlewares import (
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.places import BodyReader, HeldBody
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import (
-    Busy,
-    HandoverRequired,
-    NoEngineLeft,
-    RequestTimedOut,
-)
-from pdconn.router.fleet.client import (
+from pdconn.router.fleet.engine_client import (
     EngineAnswer,
 )
 from pdconn.router.handover.handover import Handover
@@ -52,6 +45,13 @@ from pdconn.router.openai.requests import (
     from_client,
     parse_body,
     text,
+)
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import (
+    Busy,
+    HandoverRequired,
+    NoEngineLeft,
+    RequestTimedOut,
 )
 from pdconn.router.routing.routed_request import Event, FirstToken, Received, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, RequestSpans, Tracing

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pdconn.router.access.keys import EngineKey
-from pdconn.router.config import ProxyConfig
+from pdconn.router.access.api_keys import EngineKey
 from pdconn.router.events.caches import PrefixCaches
-from pdconn.router.fleet.client import EngineClient
+from pdconn.router.fleet.engine_client import EngineClient
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.loads import LoadPoller
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover, Prefill
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
-from pdconn.router.limits import Limits
 from pdconn.router.openai.requests import REPORT_MODE
+from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.router_limits import Limits
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy
 from pdconn.router.routing.tokenize import Tokeniser

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import CannotListen
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import CannotListen
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -10,7 +10,7 @@ from pdconn.router.admission.connections import Dropped
 from pdconn.router.exposition import BUILD_INFO, RouterMetric
 from pdconn.router.labels import LabelValue, RequestEnd
 from pdconn.router.openai.requests import Direct
-from pdconn.router.pulls.pull import PullEnd
+from pdconn.router.pulls.pull_outcome import PullEnd
 
 _ENGINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _DECISION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)

@@ -11,11 +11,11 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdconn.router.access.keys import ApiKeys, EngineKey
-from pdconn.router.access.tls import ServerTls
-from pdconn.router.errors import BadSetting
+from pdconn.router.access.api_keys import ApiKeys, EngineKey
+from pdconn.router.access.listener_tls import ServerTls
 from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.sources import FleetWatch
+from pdconn.router.router_errors import BadSetting
 
 log = logging.getLogger(__name__)
 

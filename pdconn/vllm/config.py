@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdconn.faults.config import Faults, read_faults
+from pdconn.faults.debug_faults import Faults, read_faults
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import Place, parse_places
 from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface

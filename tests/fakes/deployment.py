@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 from multidict import CIMultiDictProxy
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.server import LIMITS, Limits, Running, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import LIMITS, Limits, Running, running_proxy
 from tests.fakes.fake_engine import MODEL, FakeEngine, Leases
 
 

@@ -1,4 +1,4 @@
-"""What a process holds: memory, threads, files.  Taken twice, it tells what grew."""
+"""The memory, threads and files of a process.  Two measurements show what grew."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdconn.faults.frames import DelayedFrame, FrameFaults, MessageFaults
+from pdconn.faults.frame_faults import DelayedFrame, FrameFaults, MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.errors import MessageError

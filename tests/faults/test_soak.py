@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.faults.frames import MessageFaults
+from pdconn.faults.frame_faults import MessageFaults
 from pdconn.faults.relay import Relays
 from pdconn.lifecycle.lease import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Patience

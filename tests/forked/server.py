@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from pdconn.tools.lab import keeper
+from pdconn.tools.lab import process_keeper
 
 MESSAGE_NBYTES = 1 << 20
 
@@ -99,7 +99,7 @@ def _is_another(ended: Any, pid: int) -> bool:
 
 
 def _become_keeper(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """In the first fork: what ``keeper.py`` does, but for how the command starts."""
+    """In the first fork: what ``process_keeper.py`` does, but for how the command starts."""
     os.setsid()
     with open(request["log"], "ab", buffering=0) as log:
         for file, number in ((files[0], 0), (files[1], 1), (log.fileno(), 2)):
@@ -107,7 +107,9 @@ def _become_keeper(request: dict[str, Any], files: list[int]) -> NoReturn:
     for file in files:
         os.close(file)
     try:
-        code = keeper.keep(request["grace_s"], lambda scratch: _fork_engine(request, scratch))
+        code = process_keeper.keep(
+            request["grace_s"], lambda scratch: _fork_engine(request, scratch)
+        )
     except Exception:  # noqa: BLE001 - the outermost place of a process
         traceback.print_exc()
         code = 1
@@ -136,7 +138,7 @@ def _fork_engine(request: dict[str, Any], scratch: str) -> ForkedCommand:
 def _take_place(request: dict[str, Any], scratch: str) -> None:
     """Session, signals, files, environment and arguments of a process that was just started."""
     os.setsid()
-    keeper.die_with_parent()
+    process_keeper.die_with_parent()
     os.close(signal.set_wakeup_fd(-1))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.faults.frames import MessageFaults
+from pdconn.faults.frame_faults import MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.lender.server import Lender
 from pdconn.protocol.auth import AuthError, LenderAuth, ReaderAuth, Secret

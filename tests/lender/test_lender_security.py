@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdconn.faults.frames import MessageFaults
+from pdconn.faults.frame_faults import MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.lender.server import Lender
 from pdconn.protocol.auth import Secret

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import spread_lengths
+from pdconn.tools.lab.compare_answers import spread_lengths
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.lab_errors import LabError
 from pdconn.tools.lab.model import write_model
 from pdconn.tools.output.table import table

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import ConnectionLost, EngineClient
+from pdconn.router.fleet.engine_client import ConnectionLost, EngineClient
 from tests.multinode.namespaces import Machine, Network, why_not
 
 _WHY_NOT = why_not()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import Answer, spread_lengths
+from pdconn.tools.lab.compare_answers import Answer, spread_lengths
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.multinode.namespaces import why_not
 from tests.multinode.topology import (

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts
 from pdconn.tools.lab.engine import Engine, running
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 from pdconn.tools.lab.spec import EngineSpec
 from tests.multinode.namespaces import Machine, Network

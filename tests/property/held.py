@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.groups import GroupSpec
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Prompt
 
 MEDIA = ("gpu", "cpu", "disk", "storage")

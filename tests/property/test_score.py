@@ -15,10 +15,10 @@ import pytest
 
 from pdconn.router.prefix import families
 from pdconn.router.prefix import score as score_module
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.ends import covered
 from pdconn.router.prefix.explain import explain
 from pdconn.router.prefix.groups import STORED, GroupSpec
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
 from tests.property.held import MEDIA, NEAR, WEIGHTS, World, draw

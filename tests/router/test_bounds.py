@@ -9,9 +9,9 @@ import pytest
 
 from pdconn.router.events.tracker import Numbered, Tracker
 from pdconn.router.openai.requests import Direct
+from pdconn.router.prefix.block_index import MAX_PLANES, Index
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.hashing import NOTHING
-from pdconn.router.prefix.index import MAX_PLANES, Index
 from pdconn.router.prefix.kv_events import Cleared, Removed, decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot
@@ -25,10 +25,10 @@ from tests.router.events.test_caches import (
     PICKLE,
     PROMPT,
     PrefixCaches,
+    apply_events,
     held,
     source,
     stored,
-    tell,
 )
 
 KINDS = ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "fuzzy")
@@ -84,22 +84,22 @@ def test_engines_that_hash_alike_tell_each_other_of_their_groups() -> None:
     """One that has only pulled may have spoken of full attention alone."""
     caches = PrefixCaches()
     window = {"group": 1, "kind": "sliding_window", "window": 33}
-    tell(caches, stored(), stored(**window), source=source("a"))
-    tell(caches, stored(), source=source("b"))
+    apply_events(caches, stored(), stored(**window), source=source("a"))
+    apply_events(caches, stored(), source=source("b"))
     assert caches.index.pods["b"].groups == caches.index.pods["a"].groups
     assert held(caches) == {"a": 160, "b": 0}
     # Where descriptions differ, or hashes do, nothing is taken over.
-    tell(caches, stored(kind="mla_attention"), source=source("c"))
-    tell(caches, stored(scheme=PICKLE), source=source("d"))
+    apply_events(caches, stored(kind="mla_attention"), source=source("c"))
+    apply_events(caches, stored(scheme=PICKLE), source=source("d"))
     assert [list(caches.index.pods[name].groups) for name in "cd"] == [[0], [0]]
-    tell(caches, Removed(stored().hashes, 1, "gpu"), Cleared(), source=source("a"))
+    apply_events(caches, Removed(stored().hashes, 1, "gpu"), Cleared(), source=source("a"))
     assert list(caches.index.pods["a"].groups) == [0, 1]
 
 
 def test_chains_of_schemes_that_no_engine_has_any_more_are_forgotten() -> None:
     caches = PrefixCaches()
     for scheme in (CBOR, PICKLE, CBOR):
-        tell(caches, stored(scheme=scheme))
+        apply_events(caches, stored(scheme=scheme))
         caches.lookup(PROMPT, NOTHING)
         assert list(caches._chains) == [scheme]
         caches.drop_pod(source(), "restarted")

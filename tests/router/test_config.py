@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.config import OPTIONS, ProxyConfig
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.sources import DnsName, Static, WatchedFile
-from pdconn.router.options import RouterOption
 from pdconn.router.prefix.hashing import HashScheme
+from pdconn.router.proxy_config import OPTIONS, ProxyConfig
+from pdconn.router.router_errors import BadSetting
+from pdconn.router.router_options import RouterOption
+from pdconn.router.router_server import running_proxy
 from pdconn.router.routing.policy import POLICIES, PrefixAware
-from pdconn.router.server import running_proxy
 from tests.project.docker.test_compose import proxy_config
 
 URLS = (["http://p:1"], ["http://d:1"])

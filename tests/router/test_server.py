@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import CannotListen, EnginesMissing
-from pdconn.router.server import Limits, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import CannotListen, EnginesMissing
+from pdconn.router.router_server import Limits, running_proxy
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, hang

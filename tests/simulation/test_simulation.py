@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.faults.frames import MessageFaults
+from pdconn.faults.frame_faults import MessageFaults
 from pdconn.lender.checksums import ChecksumResponder
 from pdconn.lifecycle.lease import Denied, FreedLease, Lease, LeaseState, LeaseTable
 from pdconn.lifecycle.pull import Effect, Pull, PullState

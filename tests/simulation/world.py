@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pdconn.faults.frames import FlowState, FrameFaults, MessageFaults
+from pdconn.faults.frame_faults import FlowState, FrameFaults, MessageFaults
 from pdconn.sidechannel.connection import SideChannelLost
 from transport import PeerId, PeerLost
 from transport.testing.inprocess.faults import Failing, Fault, Late, ManualClock, ReadRequest

@@ -39,9 +39,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from pdconn.tools.lab.engine import Engine, running
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from pdconn.tools.lab.model import SPECS, write_model
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdconn.tools.bench.serving.lineup import CONNECTORS, CORES, engine_specs
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.engine import running
 from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.model import SPECS, write_model

@@ -28,9 +28,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.tools.lab.client import Client, Timed
-from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.compare_answers import compare
 from pdconn.tools.lab.engine import Engine, running
+from pdconn.tools.lab.lab_client import Client, Timed
 from pdconn.tools.lab.model import write_model
 from pdconn.tools.lab.ports import LOCALHOST, free_ports
 from pdconn.tools.lab.proxy import admin_url, running_proxy

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import msgspec
 
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.groups import GroupSpec
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
 from pdconn.tools.output.table import table

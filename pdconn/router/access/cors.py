@@ -13,7 +13,7 @@ from collections.abc import Collection
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.errors import BadSetting
+from pdconn.router.router_errors import BadSetting
 
 ANY = "*"
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+")

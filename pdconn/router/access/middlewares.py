@@ -21,10 +21,16 @@ from dataclasses import dataclass, field
 from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.errors import BadHead, MethodNotAllowed, NotFound, Refusal, UnsupportedEncoding
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import KEY_HEADER, REQUEST_ID_HEADER, Route
+from pdconn.router.router_errors import (
+    BadHead,
+    MethodNotAllowed,
+    NotFound,
+    Refusal,
+    UnsupportedEncoding,
+)
 from pdconn.router.routing.routed_request import Guess, Passed, RequestEnded, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 from transport.errors import shown

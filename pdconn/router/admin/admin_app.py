@@ -18,8 +18,8 @@ from pdconn.router.access.middlewares import PROBES, checking_heads, refusing
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.history import History
 from pdconn.router.admin.probes import Probes
-from pdconn.router.errors import BadQuery
-from pdconn.router.metrics import RouterMetrics
+from pdconn.router.router_errors import BadQuery
+from pdconn.router.router_metrics import RouterMetrics
 from transport.errors import shown
 
 _SERVED = ("/", "/debug/state", "/debug/history", "/debug/route/ID", "/metrics", *PROBES)

@@ -15,13 +15,13 @@ from itertools import islice, product
 import msgspec
 
 from pdconn.router.admin.disguise import Disguise
-from pdconn.router.errors import NoPrompt, NotFound
 from pdconn.router.events.subscriber import Status
 from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.member import Role
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
+from pdconn.router.router_errors import NoPrompt, NotFound
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
 from pdconn.router.routing.policy import Decision, ScoredCandidate
 from pdconn.router.routing.routed_request import Logged, Step

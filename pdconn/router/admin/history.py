@@ -23,7 +23,7 @@ from itertools import islice
 import msgspec
 from aiohttp import web
 
-from pdconn.router.metrics import Moment, RouterMetrics
+from pdconn.router.router_metrics import Moment, RouterMetrics
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
 
 INTERVAL_S = 2.0

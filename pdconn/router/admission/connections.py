@@ -30,8 +30,8 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from pdconn.lifecycle.admission import AdmissionControl, AdmissionLimits
-from pdconn.router.errors import BodyTooSlow
 from pdconn.router.labels import LabelValue
+from pdconn.router.router_errors import BodyTooSlow
 
 log = logging.getLogger(__name__)
 

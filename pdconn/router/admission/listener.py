@@ -37,7 +37,7 @@ ADMIN_LIMITS = AdmissionLimits(connections=8, per_host=8, stalled=4, stall_s=10.
 _FILES_A_PLACE = 3
 """Per client: its connection, one to its engine, and an idle one to the previous engine."""
 _FILES_UNKNOWN = 32
-"""The assumed limit of open files where the system does not report one."""
+"""Assumed number of open files, where the system does not report it."""
 _TICK_S = 1.0
 
 

@@ -18,8 +18,8 @@ from typing import Self
 from aiohttp import web
 
 from pdconn.router.admission.connections import ClientAdmission
-from pdconn.router.errors import BadBody, BodyTooLarge, Busy, UnsupportedEncoding
 from pdconn.router.openai.requests import XARGS
+from pdconn.router.router_errors import BadBody, BodyTooLarge, Busy, UnsupportedEncoding
 
 MAX_REQUESTS = 4096
 """Requests in flight; each has a connection to a client and one to an engine."""

@@ -13,10 +13,10 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.router.events.subscriber import EventSource, Status
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.chains import Chains, finish
 from pdconn.router.prefix.detect import can_tell, detect
 from pdconn.router.prefix.hashing import Extras, HashScheme
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.kv_events import Batch, Stored
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, NO_HIT, Hit, Prompt, Scorer
 

@@ -29,10 +29,10 @@ import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
 from pdconn.router.background import Background
-from pdconn.router.errors import BadSetting
 from pdconn.router.events.event_sockets import EventSockets, burst
 from pdconn.router.events.tracker import Apply, Effect, NeedReplay, Numbered, Reset, State, Tracker
 from pdconn.router.prefix.kv_events import BadBatch, Batch, decode_batch
+from pdconn.router.router_errors import BadSetting
 
 log = logging.getLogger(__name__)
 

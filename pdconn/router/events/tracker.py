@@ -247,7 +247,7 @@ class Tracker:
         """Process a batch of the replay in progress."""
         effects: Effects = ()
         replay = self._replay
-        # 1. It was requested by an earlier replay, or lies before this one.
+        # 1. No replay is in progress, or the batch lies before the last applied one.
         if replay is None or (self._tip is not None and item.seq < self._tip.seq):
             return effects
         # 2. The replay starts one batch early, with the last applied one, recognized by its mark.

@@ -20,8 +20,8 @@ import os
 import tomllib
 from typing import Any
 
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import BadMember, Member, Role, engine_name
+from pdconn.router.router_errors import BadSetting
 from transport.errors import did_you_mean
 
 _TABLE = "engine"

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.engine_registry import EngineRegistry, Outage
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry, Outage
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from typing import Self
 
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.engine_page import Load, parse_metrics
+from pdconn.router.fleet.engine_registry import EngineRegistry, KeptPerEngine
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.prometheus_page import MAX_PAGE_NBYTES
 from pdconn.router.fleet.pull_counts import PullCounts, RecentPulls
-from pdconn.router.fleet.registry import EngineRegistry, KeptPerEngine
 
 
 class InflightTracker:

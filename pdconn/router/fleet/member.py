@@ -18,7 +18,7 @@ from enum import Enum
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from pdconn.router.errors import BadSetting
+from pdconn.router.router_errors import BadSetting
 from transport.errors import did_you_mean
 
 _HOST = "{host}"

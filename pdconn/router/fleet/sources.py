@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Protocol, Self
 from urllib.parse import urlsplit
 
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.member import Member, Role, engine_name, merged, parse_member
+from pdconn.router.router_errors import BadSetting
 
 log = logging.getLogger(__name__)
 

@@ -31,19 +31,19 @@ from typing import NamedTuple
 import msgspec
 from multidict import CIMultiDict
 
-from pdconn.router.errors import Refusal
-from pdconn.router.fleet.client import (
+from pdconn.router.fleet.engine_client import (
     Authorization,
     ConnectFailed,
     ConnectionLost,
     EngineClient,
 )
 from pdconn.router.fleet.engine_page import parse_metrics
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.pull_counts import PullCounts
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.bodies import base_models, find_ticket, lend_params
 from pdconn.router.openai.requests import TICKET_FIELD
+from pdconn.router.router_errors import Refusal
 
 log = logging.getLogger(__name__)
 

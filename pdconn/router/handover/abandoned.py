@@ -27,9 +27,9 @@ import asyncio
 import time
 
 from pdconn.router.background import Background
-from pdconn.router.errors import Refusal
-from pdconn.router.fleet.client import EngineAnswer
+from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
+from pdconn.router.router_errors import Refusal
 from pdconn.router.routing.routed_request import Abandoned, ClientLeft, RoutedRequest, StepKind
 
 #: Much longer than what it waits for, which takes milliseconds in a healthy engine, and a second

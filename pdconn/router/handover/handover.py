@@ -21,8 +21,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdconn.router.errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
-from pdconn.router.fleet.client import (
+from pdconn.router.fleet.engine_client import (
     ConnectFailed,
     ConnectionLost,
     EngineAnswer,
@@ -30,12 +29,11 @@ from pdconn.router.fleet.client import (
     EngineTimedOut,
     IdleConnectionLost,
 )
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.handover.tries import INTERNAL_ERROR, EngineTries, may_repeat, status_of
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import (
     decode_body,
     find_ticket,
@@ -44,6 +42,8 @@ from pdconn.router.openai.bodies import (
     with_tokens,
 )
 from pdconn.router.openai.requests import Direct, Route, to_rank
+from pdconn.router.router_errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
+from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.routed_request import (

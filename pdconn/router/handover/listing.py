@@ -15,10 +15,15 @@ import msgspec
 from msgspec import Raw
 from multidict import CIMultiDict
 
-from pdconn.router.errors import EngineFailure, NoEngineLeft, UnknownModel
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, EngineTimedOut
+from pdconn.router.fleet.engine_client import (
+    ConnectFailed,
+    ConnectionLost,
+    EngineAnswer,
+    EngineTimedOut,
+)
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
+from pdconn.router.router_errors import EngineFailure, NoEngineLeft, UnknownModel
 
 GIVE_UP_S = 5.0
 """Time-out of an engine's list; a later list is left out."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from multidict import CIMultiDict
 
-from pdconn.router.errors import EngineFailure, NoEngineLeft
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer
+from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineAnswer
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
 from pdconn.router.openai.passed import Asks
+from pdconn.router.router_errors import EngineFailure, NoEngineLeft
 from pdconn.router.routing.routed_request import said
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 

@@ -25,14 +25,19 @@ from msgspec import Raw
 
 from pdconn.router.admission.places import HeldBody
 from pdconn.router.background import Background
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient, OutOfResources
+from pdconn.router.fleet.engine_client import (
+    ConnectFailed,
+    ConnectionLost,
+    EngineClient,
+    OutOfResources,
+)
 from pdconn.router.fleet.health import Health
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.openai.bodies import find_prefix_ticket, find_ticket, prefix_body, without_prompt
 from pdconn.router.openai.requests import RANK_HEADER, REQUEST_ID_HEADER, Route
-from pdconn.router.pulls.choose import Holder, PullChoice
 from pdconn.router.pulls.planner import RESTS_S, PullPlanner
-from pdconn.router.pulls.pull import PrefixPull, PullEnd
+from pdconn.router.pulls.pull_choice import Holder, PullChoice
+from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Candidate
 from pdconn.router.routing.routed_request import (
     Learned,

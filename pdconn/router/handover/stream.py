@@ -17,7 +17,7 @@ from enum import Enum
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import ConnectionLost, EngineAnswer
+from pdconn.router.fleet.engine_client import ConnectionLost, EngineAnswer
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import REQUEST_ID_HEADER
 

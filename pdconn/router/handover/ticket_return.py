@@ -11,13 +11,13 @@ import logging
 from msgspec import Raw
 
 from pdconn.router.background import Background
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.tries import ELSEWHERE
 from pdconn.router.metric_table import TicketEnd
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import return_body
+from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)

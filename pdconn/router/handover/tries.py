@@ -19,8 +19,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
-from pdconn.router.errors import EngineFailure
-from pdconn.router.fleet.client import (
+from pdconn.router.fleet.engine_client import (
     ConnectFailed,
     ConnectionLost,
     EngineAnswer,
@@ -28,13 +27,14 @@ from pdconn.router.fleet.client import (
     IdleConnectionLost,
     OutOfResources,
 )
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.labels import RequestEnd
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import kind_of
+from pdconn.router.router_errors import EngineFailure
+from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.routed_request import Failed, RoutedRequest
 

@@ -19,8 +19,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdconn.router.errors import BadBody
 from pdconn.router.openai.requests import NAMES_MEMORY
+from pdconn.router.router_errors import BadBody
 from transport.errors import shown
 
 MAX_PARTS = 256

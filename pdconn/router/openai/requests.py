@@ -21,8 +21,8 @@ import msgspec
 from msgspec import Raw
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from pdconn.router.errors import BadBody
 from pdconn.router.labels import LabelValue
+from pdconn.router.router_errors import BadBody
 from transport.errors import did_you_mean, shown
 
 #: Hop-by-hop headers, and headers that HTTP libraries write.

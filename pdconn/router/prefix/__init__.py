@@ -4,7 +4,7 @@
 
     events ──► index ──rows──► score ──► hits          hashing ──chain of a request──┘
 
-``kv_events`` decodes an engine's events, ``index`` keeps the cached blocks by the engine's own
-block hashes, ``hashing`` computes the hashes of a request's blocks, and ``score`` determines how
-much of the request each engine holds.  ``snapshot`` writes and reads all of that as a file.
+``kv_events`` decodes an engine's events, ``block_index`` keeps the cached blocks by the engine's
+own block hashes, ``hashing`` computes the hashes of a request's blocks, and ``score`` determines
+how much of the request each engine holds.  ``snapshot`` writes and reads all of that as a file.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pdconn.router.prefix.block_index import POD_BITS, Index, Pod, alignment
 from pdconn.router.prefix.groups import GroupSpec, Needs, ends_anywhere
-from pdconn.router.prefix.index import POD_BITS, Index, Pod, alignment
 
 _WINDOWED = {Needs.WINDOW, Needs.CHUNK}
 
@@ -21,7 +21,7 @@ class Family:
         align: hash blocks that every hit is a multiple of; None if some group's blocks are no
             multiple of hash blocks, so that there is no hit.
         alone: whether the engine has one group, for which EAGLE's extra block lies within the cap.
-        row_tokens: as in :class:`~pdconn.router.prefix.index.Pod`.
+        row_tokens: as in :class:`~pdconn.router.prefix.block_index.Pod`.
         is_fine: whether a hit may end after any hash block, inside blocks.
         with_stored: whether blocks in a store count.
     """

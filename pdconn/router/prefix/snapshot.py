@@ -26,9 +26,9 @@ from typing import Annotated
 
 import msgspec
 
+from pdconn.router.prefix.block_index import Index, Plane
 from pdconn.router.prefix.explain import Cut, explain, stored_blocks
 from pdconn.router.prefix.groups import KINDS, GroupSpec
-from pdconn.router.prefix.index import Index, Plane
 from pdconn.router.prefix.kv_events import UNNAMED
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
 from transport.errors import FieldError

@@ -13,13 +13,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from pdconn.router.pulls.choose import Chooser, Holder, PullChoice
+from pdconn.router.pulls.pull_choice import Chooser, Holder, PullChoice
 from pdconn.router.pulls.rates import Lines
 
 COMPUTING = (0.01, 1 / 20_000)
 """Seconds per prompt and per token, until an engine has been measured: a large GPU's."""
 COMPUTING_STALE_S = 600.0
-"""Weight of past measurements: an engine's speed changes little, so they count long."""
+"""Seconds after which an estimate is stale: long, since an engine's speed changes little."""
 PULLING = (0.02, 1 / 200_000)
 """The same for pulls: a fast network's, so that a slow one is tried once and then known."""
 LOADING = (0.01, 1 / 40_000)
@@ -31,9 +31,9 @@ RESTS_S = 60.0
 ticket could not be used is not asked for the same prefill engine."""
 
 NEW = 4
-"""An engine with fewer measurements of computing is new: its estimate still changes much,"""
+"""An engine with fewer measurements of computing is new: its estimate still changes much."""
 MOST_EARLY = 32
-"""so this many of its pulls are kept, to separate pulling from computing again."""
+"""Pulls of a new engine that are kept, to separate pulling from computing again later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ ASSUMED_TOKENS = (0, 4096)
 ASSUMED_WEIGHT = 0.1
 """Weight of each of them."""
 OUTLIER = 4.0
-"""A measurement this many times the expected time was probably delayed by other work,"""
+"""A measurement above this many times the expected time was probably delayed by other work."""
 OUTLIER_WEIGHT = 0.1
-"""and gets this weight."""
+"""Weight of such a measurement."""
 SCATTER = 0.05
 """Typical relative deviation of measurements from the line."""
 AGREES = 2.0

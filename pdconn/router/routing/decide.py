@@ -18,14 +18,14 @@ from functools import partial
 
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
 from pdconn.router.fleet.engine_page import Load
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import asking, count_ids, text
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
-from pdconn.router.pulls.choose import Holder
 from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.pulls.pull_choice import Holder
 from pdconn.router.routing.models import CannotTokenise
 from pdconn.router.routing.policy import (
     TIE_TOKENS,

@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 import msgspec
 from multidict import CIMultiDict
 
-from pdconn.router.errors import BadBody, UnknownModel
-from pdconn.router.fleet.client import Authorization, ConnectFailed, ConnectionLost
+from pdconn.router.fleet.engine_client import Authorization, ConnectFailed, ConnectionLost
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.bodies import Card, ModelCards
 from pdconn.router.openai.requests import asking, text
+from pdconn.router.router_errors import BadBody, UnknownModel
 from pdconn.router.routing.routed_request import RoutedRequest
 
 MODELS_FOR_S = 30.0

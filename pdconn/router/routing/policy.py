@@ -41,7 +41,7 @@ from typing import ClassVar, Protocol
 from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.fleet.member import Role
 from pdconn.router.prefix.score import NO_HIT, Hit
-from pdconn.router.pulls.choose import PullChoice
+from pdconn.router.pulls.pull_choice import PullChoice
 
 TOKENS_PER_FOREIGN_REQUEST = 512.0
 """Cost of a request at prefill from another router.  Guessed: a short prompt."""

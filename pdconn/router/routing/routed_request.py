@@ -33,11 +33,11 @@ from msgspec import Raw
 from multidict import CIMultiDict
 
 from pdconn.router.admission.places import HeldBody
-from pdconn.router.fleet.client import Delivery, EngineAnswer
+from pdconn.router.fleet.engine_client import Delivery, EngineAnswer
 from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.requests import Direct, ParsedBody
-from pdconn.router.pulls.pull import PrefixPull
+from pdconn.router.pulls.pull_outcome import PrefixPull
 from pdconn.router.routing.policy import Decision
 
 MOST_DECISIONS = 512

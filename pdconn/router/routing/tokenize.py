@@ -26,15 +26,14 @@ import numpy as np
 from msgspec import Raw
 from multidict import CIMultiDict
 
-from pdconn.router.errors import BadBody
-from pdconn.router.fleet.client import (
+from pdconn.router.fleet.engine_client import (
     Authorization,
     ConnectFailed,
     ConnectionLost,
     EngineClient,
 )
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import (
     UNREADABLE,
     Direct,
@@ -45,6 +44,7 @@ from pdconn.router.openai.requests import (
     text,
 )
 from pdconn.router.prefix.hashing import BadInput, Extras
+from pdconn.router.router_errors import BadBody
 from pdconn.router.routing.models import CannotTokenise, KeyRefused, ModelCatalog, ModelView
 from pdconn.router.routing.routed_request import RoutedRequest
 

@@ -16,9 +16,9 @@ from pdconn.planning.errors import PlanningError
 from pdconn.tools.bench.bench_errors import BadOption, BenchError
 from pdconn.tools.bench.interrupts import held_interrupts
 from pdconn.tools.bench.manifest import manifest
-from pdconn.tools.bench.transfer.lender import MAX_BYTES, ListeningLender, LocalLender, listen
+from pdconn.tools.bench.transfer.bench_case import OpenCase
+from pdconn.tools.bench.transfer.bench_lender import MAX_BYTES, ListeningLender, LocalLender, listen
 from pdconn.tools.bench.transfer.paths import PATHS
-from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.transfer_report import CaseResult, TransferReport, draw
 from pdconn.tools.bench.transfer.workload import Workload

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from pdconn.puller.warmup import Place
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetSource, WatchedFile, parse_source
+from pdconn.router.router_errors import BadSetting
 from pdconn.tools.cli.common_options import (
     BadArgument,
     check_file,

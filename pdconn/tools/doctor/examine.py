@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Member, Role, merged
 from pdconn.router.fleet.sources import FleetSource
+from pdconn.router.router_errors import BadSetting
 from pdconn.sidechannel.security import Security, SecurityError, is_loopback
 from pdconn.tools.doctor.diagnosis import Diagnosis
 from pdconn.tools.doctor.findings import Checked, Finding, checked, fault

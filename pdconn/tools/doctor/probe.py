@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from pdconn.tools.bench.bench_errors import BenchError
-from pdconn.tools.bench.transfer.lender import ListeningLender, listen
+from pdconn.tools.bench.transfer.bench_case import OpenCase
+from pdconn.tools.bench.transfer.bench_lender import ListeningLender, listen
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.paths import PATHS
-from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.demo_report import DemoRow
 from pdconn.tools.lab.engine import Engine, missing_libraries, running
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.lab_errors import MissingBuild, MissingDependency, MissingLibrary, PortInUse
 from pdconn.tools.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.tools.lab.proxy import admin_url, running_proxy

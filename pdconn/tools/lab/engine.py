@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.lab_errors import EngineDied, EngineStartTimeout, PortInUse, RequestRefused
 from pdconn.tools.lab.ports import is_free
 from pdconn.tools.lab.process import Ended, Process

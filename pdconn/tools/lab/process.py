@@ -1,6 +1,6 @@
 """A process with all its children: starts, monitors, freezes and ends it.
 
-``keeper.py``, a script between this process and the command, ends the whole tree.
+``process_keeper.py``, a script between this process and the command, ends the whole tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any, Protocol
 from pdconn.tools.lab.lab_errors import EngineDied, LeftBehind
 from transport.closing import Closing
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_KEEPER = Path(__file__).with_name("process_keeper.py")
 _MARGIN_S = 30.0
 """Seconds that the keeper may need beyond the grace period of its command."""
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from pdconn.tools.lab.keeper import descendants
+from pdconn.tools.lab.process_keeper import descendants
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WORK = (0, 1, 2, 5, 6, 7)

@@ -4,5 +4,5 @@ completions    requests for greedy completions, and their answers, whole or stre
 served_models  the models that a server lists                                           pure
 async_client   pages and completions of a server over aiohttp
 
-``pdconn.tools.lab.client`` is the blocking counterpart for threads, which times its answers.
+``pdconn.tools.lab.lab_client`` is the blocking counterpart for threads, which times its answers.
 """

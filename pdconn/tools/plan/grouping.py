@@ -113,22 +113,20 @@ def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:
 
 
 def _packed_counts(buckets: Sequence[list[Paged]]) -> list[int]:
-    """The number of groups of each bucket, for pages of several sizes.
-
-    A bucket with equally many layers of each page size repeats a pattern.  The largest such bucket
-    of several sizes stays whole, and other such buckets are split to its size.  Without one,
-    windows are split so that they do not widen a row.
-    """
+    """The number of groups of each bucket, for pages of several sizes."""
+    # A bucket with equally many layers of each page size repeats a pattern.
     pages = [_by_page(bucket) for bucket in buckets]
     depth = [max(sizes.values()) for sizes in pages]
     balanced = [len(set(sizes.values())) == 1 for sizes in pages]
     whole = zip(depth, balanced, pages, strict=True)
     floor = max((d for d, even, sizes in whole if even and len(sizes) > 1), default=0)
+    # 1. The largest such bucket of several sizes stays whole, and others are split to its size.
     if floor:
         repeats = _least_padding(
             [d for d, even in zip(depth, balanced, strict=True) if even], floor
         )
         return [-(-d // repeats) if even else 1 for d, even in zip(depth, balanced, strict=True)]
+    # 2. There is none: windows are split so that they do not widen a row.
     sliding = [bucket[0].sort.kind is AttentionKind.SLIDING_WINDOW for bucket in buckets]
     row = max(
         sum(page if slides else page * n for page, n in sizes.items())

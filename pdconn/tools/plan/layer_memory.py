@@ -63,6 +63,8 @@ def chosen_layout(possible: Sequence[str], backend: str, *, is_latent: bool) -> 
     >>> chosen_layout(("LBHNC", "LBNHC", "BLHNC"), "FLEX_ATTENTION", is_latent=False)
     'LBNHC'
     """
+    # The backend's order, unless the connector's preference is among its layouts.  ROCm's backends
+    # and latents have none.
     offered = (OFFERED[backend] if backend else None) or _DEFAULT
     candidates = [layout for layout in offered if layout in possible]
     if not is_latent and not backend.startswith("ROCM") and PREFERRED in candidates:

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from pdconn.router.config import ProxyConfig
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.hashing import chain, external
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.kv_events import Removed, Stored, decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
-from pdconn.router.server import Running, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import Running, running_proxy
 from tests.property.scale import at_least
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")

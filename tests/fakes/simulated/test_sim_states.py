@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.groups import GroupSpec
-from pdconn.router.prefix.index import Index
 from tests.fakes.simulated.test_sim_engine import NUM_SEEDS, World, once, world
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
@@ -89,6 +89,6 @@ def test_a_report_of_a_hit_promises_no_other_state(
         drawn = World(sim, plain.shape, random.Random(0), index_kind=once, reports_hits=True)
         assert all(one.predicted < one.found for one in drawn.differences())
         assert drawn.asked["hits"] > 20
-    monkeypatch.setattr("pdconn.router.prefix.index._held", lambda event: event.hashes)
+    monkeypatch.setattr("pdconn.router.prefix.block_index._held", lambda event: event.hashes)
     drawn = World(sim, plain.shape, random.Random(0), index_kind=once, reports_hits=True)
     assert any(one.predicted > one.found for one in drawn.differences())

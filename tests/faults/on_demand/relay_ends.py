@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
-from pdconn.faults.frames import HOLD_S, MessageFaults
+from pdconn.faults.frame_faults import HOLD_S, MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.protocol.messages import Frames, frame
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from pdconn.faults.frames import DelayedFrame, FrameFaults, MessageFaults
+from pdconn.faults.frame_faults import DelayedFrame, FrameFaults, MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.protocol.messages import Renew, decode_from_reader, encode, frame
 

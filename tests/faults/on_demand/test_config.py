@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.faults.config import Faults, read_faults
-from pdconn.faults.frames import MessageFaults
+from pdconn.faults.debug_faults import Faults, read_faults
+from pdconn.faults.frame_faults import MessageFaults
 from transport.fault_schedule import FaultError
 from transport.faulty import ReadFaults
 

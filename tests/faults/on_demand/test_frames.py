@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.faults.frames import (
+from pdconn.faults.frame_faults import (
     HOLD_S,
     DelayedFrame,
     FlowState,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pdconn.faults.frames import HOLD_S, MessageFaults
+from pdconn.faults.frame_faults import HOLD_S, MessageFaults
 from pdconn.protocol.messages import frame
 from tests.faults.on_demand.relay_ends import BODIES, SECONDS, bodies, ends, framed, passed, until
 

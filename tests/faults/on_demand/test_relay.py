@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from pdconn.faults.frames import FrameFaults, MessageFaults
+from pdconn.faults.frame_faults import FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe
 from pdconn.faults.relay import Relay, Relays
 from pdconn.protocol.messages import frame

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.access.keys import ApiKeys
+from pdconn.router.access.api_keys import ApiKeys
 from pdconn.router.fleet.member import Role, parse_member
 from pdconn.router.fleet.sources import DnsName, parse_source
 from pdconn.vllm.config import ConfigError, Settings, read_settings

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from prometheus_client.core import Metric
 
-from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.metrics import RouterMetrics
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_metrics import RouterMetrics
 from pdconn.tools.cli.main import main
 from pdconn.vllm.config import ConfigError, Settings, read_settings
 from tests.project.docker import stack as laws

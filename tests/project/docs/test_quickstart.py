@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from pdconn.router.config import ProxyConfig
+from pdconn.router.proxy_config import ProxyConfig
 from pdconn.tools.cli.main import build_parser, main
 from pdconn.vllm.config import ConfigError, Settings, read_settings
 from tests.project.docs.generate import ROOT

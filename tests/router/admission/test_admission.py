@@ -21,8 +21,8 @@ from pdconn.router.admission.connections import (
 )
 from pdconn.router.admission.listener import MOST_CONNECTIONS, limits_within
 from pdconn.router.admission.places import BodyBudget, HeldBody
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting, Busy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import BadSetting, Busy
 from pdconn.sidechannel.quiet_log import QuietLog
 from tests.fakes.event_loop import in_loop
 
@@ -118,7 +118,7 @@ async def test_a_place_is_made_by_what_stalls_then_by_what_idles_and_never_by_wh
 
 @in_loop
 async def test_owed_heads_make_room_before_uploads_unless_most_are_uploads() -> None:
-    """Else a flood of half heads cuts whoever sends a body in several flights."""
+    """Otherwise a flood of half heads would cut clients that send a body in several flights."""
     table = Table(connections=4, per_host=4)
     first, second = table.opened(), table.opened()
     async with first.reading_body(), second.reading_body():

@@ -9,8 +9,8 @@ import tracemalloc
 
 import pytest
 
-from pdconn.router.errors import BadBody
 from pdconn.router.openai.requests import MAX_FIELDS, Direct, Route, parse_body
+from pdconn.router.router_errors import BadBody
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop
 from tests.fakes.fake_engine import ANSWER

@@ -33,7 +33,7 @@ def hear(client: socket.socket) -> bytes:
     """What the client reads until the connection ends; empty if it was reset.
 
     Raises:
-        TimeoutError: nobody answers and nobody closes.
+        TimeoutError: the server neither answers nor closes.
     """
     try:
         return client.recv(1 << 16)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pdconn.router.admission.places import AdmissionQueue
-from pdconn.router.errors import Busy
+from pdconn.router.router_errors import Busy
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until
 
@@ -54,7 +54,7 @@ async def test_one_that_comes_does_not_overtake_those_that_wait() -> None:
     await queue.take_place()
     first = asyncio.create_task(queue.take_place())
     await asyncio.sleep(0)
-    queue.give_place_back()  # the place is the first one's, who has not run yet
+    queue.give_place_back()  # the first one has the place, and has not run yet
     second = asyncio.create_task(queue.take_place())
     await first
     assert not second.done()

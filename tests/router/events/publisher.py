@@ -26,7 +26,7 @@ def two_ports() -> tuple[int, int]:
 class Publisher:
     """vLLM's publisher as far as the wire goes, and what goes wrong with it.
 
-    An XPUB in place of the PUB, as it tells when a subscriber comes.
+    An XPUB in place of the PUB, as it reports new subscribers.
     """
 
     def __init__(self, ports: tuple[int, int], memory: int = 100) -> None:

@@ -1,4 +1,4 @@
-"""A publisher, a subscriber that follows it, and a sink that records what the subscriber tells."""
+"""A publisher, a subscriber that follows it, and a sink that records its reports."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def stored(
     return Stored(**{**defaults, **fields})
 
 
-def tell(caches: PrefixCaches, *events: Event, source: EventSource = source()) -> None:  # noqa: B008
+def apply_events(caches: PrefixCaches, *events: Event, source: EventSource = source()) -> None:  # noqa: B008
     caches.apply_batch(source, Batch(0.0, list(events)))
 
 
@@ -63,7 +63,7 @@ def held(
 def test_an_engines_hashing_is_found_in_its_events_and_its_blocks_count_from_the_first():
     caches = PrefixCaches()
     assert held(caches) == {}
-    tell(caches, stored())
+    apply_events(caches, stored())
     assert caches.feeds["a"].scheme == CBOR
     assert held(caches) == {"a": 160}
     assert held(caches, [*PROMPT[:80], *PROMPT]) == {"a": 80}
@@ -71,7 +71,7 @@ def test_an_engines_hashing_is_found_in_its_events_and_its_blocks_count_from_the
 
 
 def test_what_cannot_tell_is_kept_and_no_try():
-    """Blocks of salted prompts and the like lie there when a plain one tells how to look."""
+    """Blocks of salted prompts and the like lie there when a plain one reveals the scheme."""
     caches = PrefixCaches()
     masked = {"hashes": stored().hashes[1:]}
     cannot = [
@@ -83,10 +83,10 @@ def test_what_cannot_tell_is_kept_and_no_try():
         stored(token_ids=Raw(b"\x91\xa1x")),
     ]
     for _ in range(TRIES):
-        tell(caches, *cannot)
+        apply_events(caches, *cannot)
     feed = caches.feeds["a"]
     assert (feed.scheme, feed.tries) == (None, 0)
-    tell(caches, stored())
+    apply_events(caches, stored())
     assert caches.feeds["a"].scheme == CBOR
     assert held(caches, extras=SALTED) == {"a": 160}
 
@@ -96,41 +96,41 @@ def test_hashes_of_an_unknown_kind_are_logged_once_and_count_for_nothing(caplog)
     strange = stored(hashes=list(range(10)))
     with caplog.at_level(logging.WARNING):
         for _ in range(TRIES - 1):
-            tell(caches, strange)
+            apply_events(caches, strange)
         assert not caplog.records  # not logged too soon
         for _ in range(TRIES):
-            tell(caches, strange)
+            apply_events(caches, strange)
     (record,) = caplog.records
     assert "pod=a" in record.getMessage()
     assert "--hash-seed" in record.getMessage()
-    tell(caches, stored())  # given up: nothing is tried any more
+    apply_events(caches, stored())  # given up: nothing is tried any more
     assert caches.feeds["a"].scheme is None
     assert held(caches) == {}
     caches.drop_pod(source(), "another engine")
-    tell(caches, stored())
+    apply_events(caches, stored())
     assert held(caches) == {"a": 160}
 
 
 @pytest.mark.parametrize("seed", [None, "7"])
 def test_a_seed_is_needed_where_the_engines_have_one(seed):
     caches = PrefixCaches(seed=seed)
-    tell(caches, stored(scheme=HashScheme("xxhash", 16, "7")))
+    apply_events(caches, stored(scheme=HashScheme("xxhash", 16, "7")))
     assert held(caches) == ({} if seed is None else {"a": 160})
 
 
 def test_a_scheme_that_is_configured_is_not_looked_for():
     caches = PrefixCaches(scheme=CBOR)
-    tell(caches, stored(token_ids=None))
+    apply_events(caches, stored(token_ids=None))
     assert held(caches) == {"a": 160}
-    tell(caches, stored(scheme=PICKLE), source=source("b"))
+    apply_events(caches, stored(scheme=PICKLE), source=source("b"))
     assert caches.feeds["b"].scheme == CBOR
     assert held(caches)["b"] == 0
 
 
 def test_engines_that_hash_differently_are_asked_each_in_its_way():
     caches = PrefixCaches()
-    tell(caches, stored(), source=source("a"))
-    tell(caches, stored(PROMPT[:96], PICKLE), source=source("b"))
+    apply_events(caches, stored(), source=source("a"))
+    apply_events(caches, stored(PROMPT[:96], PICKLE), source=source("b"))
     looked = caches.lookup([*PROMPT, 1], NOTHING)
     assert {name: hit.tokens for name, hit in looked.pods.items()} == {"a": 160, "b": 96}
     assert set(looked.prompts) == {CBOR, PICKLE}
@@ -142,10 +142,10 @@ def test_engines_that_hash_differently_are_asked_each_in_its_way():
 
 def test_an_engines_best_rank_is_named():
     caches = PrefixCaches()
-    tell(caches, stored(PROMPT[:32]), source=source("a", 0))
-    tell(caches, stored(PROMPT[:64]), source=source("a", 1))
-    tell(caches, stored(PROMPT[:48]), source=source("a", 2))
-    tell(caches, stored(PROMPT[:16]), source=source("b", 0))
+    apply_events(caches, stored(PROMPT[:32]), source=source("a", 0))
+    apply_events(caches, stored(PROMPT[:64]), source=source("a", 1))
+    apply_events(caches, stored(PROMPT[:48]), source=source("a", 2))
+    apply_events(caches, stored(PROMPT[:16]), source=source("b", 0))
     looked = caches.lookup([*PROMPT, 1], NOTHING)
     assert set(looked.pods) == {"a", "a#1", "a#2", "b"}
     assert {e: (ranks[0].rank, ranks[0].hit.tokens) for e, ranks in looked.ranks.items()} == {
@@ -153,21 +153,21 @@ def test_an_engines_best_rank_is_named():
         "b": (0, 16),
     }
     assert [len(looked.ranks[engine]) for engine in "ab"] == [3, 1]
-    tell(caches, Removed(stored(PROMPT[:64]).hashes, 0, "gpu"), source=source("a", 1))
+    apply_events(caches, Removed(stored(PROMPT[:64]).hashes, 0, "gpu"), source=source("a", 1))
     assert caches.lookup([*PROMPT, 1], NOTHING).best("a").rank == 2
 
 
 def test_a_heavier_medium_decides_between_equal_hits():
     caches = PrefixCaches(weights={"gpu": 1.0, "cpu": 0.5})
-    tell(caches, stored(medium="cpu"), source=source("a", 0))
-    tell(caches, stored(medium="gpu"), source=source("a", 1))
+    apply_events(caches, stored(medium="cpu"), source=source("a", 0))
+    apply_events(caches, stored(medium="gpu"), source=source("a", 1))
     assert caches.lookup([*PROMPT, 1], NOTHING).best("a").rank == 1
 
 
 def test_a_rank_with_a_little_less_in_its_cache_comes_before_one_with_all_in_a_store():
     caches = PrefixCaches()
-    tell(caches, stored(medium="storage"), source=source("a", 0))
-    tell(caches, stored(PROMPT[:144]), source=source("a", 1))
+    apply_events(caches, stored(medium="storage"), source=source("a", 0))
+    apply_events(caches, stored(PROMPT[:144]), source=source("a", 1))
     ranks = caches.lookup([*PROMPT, 1], NOTHING).ranks["a"]
     assert [(one.rank, one.hit.tokens) for one in ranks] == [(1, 144), (0, 160)]
 
@@ -175,9 +175,9 @@ def test_a_rank_with_a_little_less_in_its_cache_comes_before_one_with_all_in_a_s
 def test_salt_and_adapter_make_other_prompts():
     caches = PrefixCaches()
     adapter = Extras(lora=("x", "/x"))
-    tell(caches, stored(), source=source("plain"))
+    apply_events(caches, stored(), source=source("plain"))
     for name, extras in (("salted", SALTED), ("adapted", adapter)):
-        tell(caches, stored([1] * 16), stored(extras=extras), source=source(name))
+        apply_events(caches, stored([1] * 16), stored(extras=extras), source=source(name))
     for name, extras in (("plain", NOTHING), ("salted", SALTED), ("adapted", adapter)):
         found = held(caches, extras=extras)
         assert found == {**dict.fromkeys(found, 0), name: 160}
@@ -185,7 +185,7 @@ def test_salt_and_adapter_make_other_prompts():
 
 def test_a_prompt_shorter_than_a_block_is_looked_for_and_not_found():
     caches = PrefixCaches()
-    tell(caches, stored())
+    apply_events(caches, stored())
     assert caches.lookup([], NOTHING).ranks == caches.lookup(PROMPT[:15], NOTHING).ranks
     assert caches.lookup(PROMPT[:15], NOTHING).ranks == {"a": (RankHit(),)}
 
@@ -195,13 +195,13 @@ def test_a_prompt_shorter_than_a_block_is_looked_for_and_not_found():
 
 def test_a_reset_forgets_the_blocks_and_how_they_were_hashed():
     caches = PrefixCaches()
-    tell(caches, stored(), stored())
+    apply_events(caches, stored(), stored())
     assert caches.index.num_hashes == 10
     caches.drop_pod(source(), "it started anew")
     assert caches.index.num_hashes == 0
     assert caches.index.pods["a"].groups == {}
     assert caches.feeds["a"].scheme is None
-    tell(caches, stored(scheme=PICKLE))
+    apply_events(caches, stored(scheme=PICKLE))
     assert (caches.feeds["a"].scheme, held(caches)) == (PICKLE, {"a": 160})
 
 
@@ -209,7 +209,7 @@ def test_forgetting_every_source_leaves_nothing():
     caches = PrefixCaches()
     sources = [source(engine, rank) for engine in "abc" for rank in range(3)]
     for number, one in enumerate(sources):
-        tell(caches, stored(PROMPT[: 16 * (number + 1)]), source=one)
+        apply_events(caches, stored(PROMPT[: 16 * (number + 1)]), source=one)
         caches.status_changed(one, Status(State.LIVE))
     assert caches.index.num_hashes == 9
     for one in sources[:-1]:
@@ -223,7 +223,7 @@ def test_forgetting_every_source_leaves_nothing():
 
 def test_a_cleared_cache_is_an_empty_one_of_the_same_engine():
     caches = PrefixCaches()
-    tell(caches, stored(), Cleared())
+    apply_events(caches, stored(), Cleared())
     assert caches.index.num_hashes == 0
     assert caches.feeds["a"].scheme == CBOR
 

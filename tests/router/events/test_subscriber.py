@@ -9,10 +9,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdconn.router.errors import BadSetting
 from pdconn.router.events.subscriber import EventSource, Status, Subscriber
 from pdconn.router.events.tracker import ResetReason, State
 from pdconn.router.prefix.kv_events import Batch
+from pdconn.router.router_errors import BadSetting
 from tests.router.events.publisher import END, Publisher, two_ports
 from tests.router.events.rig import Recorder, rig, run, source
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import ConnectFailed, EngineClient
+from pdconn.router.fleet.engine_client import ConnectFailed, EngineClient
 from tests.fakes.credentials import Authority
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import (
+from pdconn.router.fleet.engine_client import (
     ConnectionLost,
     Delivery,
     EngineClient,
@@ -178,7 +178,7 @@ def test_a_host_is_dead_that_answers_nothing_of_what_is_repeated():
 
 
 def test_the_kernels_time_out_is_not_set():
-    """It fires where a living engine reads nothing for a while, and no option tells it apart."""
+    """It fires when a live engine reads nothing for a while, and no option separates the two."""
 
     async def opened() -> int:
         made = EngineSockets()

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from pdconn.router.fleet.client import EngineClient
+from pdconn.router.fleet.engine_client import EngineClient
 from pdconn.router.fleet.engine_page import _LIMITS, Load, parse_metrics
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.member import Member, Role
 from pdconn.router.fleet.prometheus_page import MAX_LINE, MAX_PARSED
-from pdconn.router.fleet.registry import EngineRegistry
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import FakeEngine, Leases
 

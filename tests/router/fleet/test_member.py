@@ -2,9 +2,9 @@
 
 import pytest
 
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.member import Member, Role, merged, parse_member
+from pdconn.router.router_errors import BadSetting
 
 P, D = frozenset({Role.PREFILL}), frozenset({Role.DECODE})
 WORD = "http://10.0.0.1:8000,events=tcp://{host}:5557,replay=tcp://{host}:5657,ranks=2"

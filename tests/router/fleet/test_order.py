@@ -2,10 +2,10 @@
 
 import pytest
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting, EngineFailure
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role, engine_name
-from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import BadSetting, EngineFailure
 from pdconn.router.routing.policy import Candidate, RoundRobin, RouteQuery
 
 QUESTION = RouteQuery(num_tokens=1)

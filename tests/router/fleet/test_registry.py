@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdconn.router.errors import EngineFailure
-from pdconn.router.fleet.client import EngineClient
+from pdconn.router.fleet.engine_client import EngineClient
+from pdconn.router.fleet.engine_registry import Changes, EngineRegistry
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Member, Role
-from pdconn.router.fleet.registry import Changes, EngineRegistry
-from pdconn.router.metrics import RouterMetrics
+from pdconn.router.router_errors import EngineFailure
+from pdconn.router.router_metrics import RouterMetrics
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import CHUNKS, FakeEngine, Leases

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.member import Member, Role, parse_member
 from pdconn.router.fleet.sources import DnsName, FleetWatch, Static, WatchedFile, parse_source
+from pdconn.router.router_errors import BadSetting
 from tests.fakes.event_loop import in_loop, until
 
 P, D = frozenset({Role.PREFILL}), frozenset({Role.DECODE})

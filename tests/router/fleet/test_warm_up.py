@@ -1,4 +1,4 @@
-"""The fleet's warm-up: every pair hands over once, and what fails holds nobody up."""
+"""The fleet's warm-up: every pair hands over once, and a failure delays no client."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.router.fleet import warm_up
-from pdconn.router.fleet.client import EngineClient
-from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.fleet.engine_client import EngineClient
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.warm_up import FleetWarmUp, WarmUpPauses
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
@@ -169,7 +169,7 @@ async def test_the_router_warms_its_fleet_before_it_listens() -> None:
 
 
 @in_loop
-async def test_without_the_option_nobody_is_asked() -> None:
+async def test_without_the_option_no_engine_is_asked() -> None:
     async with fleet(1, 1, limit_s=None) as f, deployment(1, 1) as d:
         f.warm_up.fleet_changed()
         f.warm_up.engine_up(f.decode[0].url)
@@ -179,7 +179,7 @@ async def test_without_the_option_nobody_is_asked() -> None:
 
 
 @in_loop
-async def test_an_engine_that_hangs_holds_nobody_up_for_longer_than_the_limit() -> None:
+async def test_an_engine_that_hangs_delays_the_start_by_the_limit_at_most() -> None:
     released = asyncio.Event()
 
     async def hang(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
@@ -254,7 +254,7 @@ async def test_one_that_is_down_is_warmed_once_it_is_up() -> None:
         await f.decode[0].start()
         await f.warm_up.wait_until_warm()
         assert f.warm_up.num_warm == 1
-        assert f.engines.outage(f.decode[0].url) is None, "a warm-up marks nobody down"
+        assert f.engines.outage(f.decode[0].url) is None, "a warm-up marks no engine down"
 
 
 @in_loop

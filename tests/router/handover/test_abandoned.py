@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from pdconn.router.fleet.client import EngineClient
+from pdconn.router.fleet.engine_client import EngineClient
 from pdconn.router.openai.bodies import RETURN_MODEL
-from pdconn.router.server import Limits
+from pdconn.router.router_server import Limits
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import CHUNKS, hang

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.server import Limits, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import Limits, running_proxy
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, CHUNKS, error, reset

@@ -7,9 +7,9 @@ import json
 import pytest
 from aiohttp import web
 
-from pdconn.router.config import ProxyConfig
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import running_proxy
 from pdconn.router.routing.policy import RoundRobin, ScoredCandidate
-from pdconn.router.server import running_proxy
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, CHUNKS, TICKET, error

@@ -1,4 +1,4 @@
-"""Engines that answer, and refuse: who is asked next, by role and status; what the client gets."""
+"""Engines that refuse: which engine is next, and the client's answer, by role and status."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from functools import partial
 import pytest
 from aiohttp import web
 
-from pdconn.router.fleet.registry import LONGEST_NAMED_S, LONGEST_REST_S, MOST_IN_A_ROW, EngineRests
+from pdconn.router.fleet.engine_registry import (
+    LONGEST_NAMED_S,
+    LONGEST_REST_S,
+    MOST_IN_A_ROW,
+    EngineRests,
+)
 from pdconn.router.handover.tries import ELSEWHERE, retry_after_s, status_of
-from pdconn.router.server import Limits
+from pdconn.router.router_server import Limits
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, CHUNKS, FakeEngine, Seen, error, reset
@@ -177,7 +182,7 @@ async def test_an_engine_that_takes_longer_prompts_is_asked(role):
 
 @in_loop
 async def test_a_mistake_of_the_client_is_the_clients_where_lengths_differ():
-    """The control: whoever takes longer prompts says the same, once."""
+    """The control: an engine that takes longer prompts answers the same, once."""
     async with deployment() as d:
         of_length(d.prefill[0], 100, 500)
         of_length(d.decode[0], 1000, 5000)

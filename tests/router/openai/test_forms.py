@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdconn.router.errors import BadBody
 from pdconn.router.openai.forms import MAX_PARTS, check_form
+from pdconn.router.router_errors import BadBody
 
 MULTIPART = "multipart/form-data; boundary=B"
 MODEL = 'Content-Disposition: form-data; name="model"'

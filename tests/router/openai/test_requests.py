@@ -5,7 +5,6 @@ import json
 import pytest
 from msgspec import Raw
 
-from pdconn.router.errors import BadBody
 from pdconn.router.openai.bodies import (
     RETURN_MODEL,
     decode_body,
@@ -15,6 +14,7 @@ from pdconn.router.openai.bodies import (
     with_tokens,
 )
 from pdconn.router.openai.requests import Direct, Route, count_ids, parse_body
+from pdconn.router.router_errors import BadBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 LEND = {

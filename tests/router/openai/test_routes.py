@@ -60,7 +60,7 @@ def test_prefill_answers_with_one_token_and_keeps_nothing() -> None:
 
 
 def test_a_tickets_return_has_no_thinking_that_is_longer_than_its_answer() -> None:
-    """vLLM would refuse it before it looks at the model's name, and tell the lender nothing."""
+    """vLLM would refuse it before it looks at the model's name, and not report it to the lender."""
     body = parsed(Route.MESSAGES, max_tokens=9, thinking={"type": "enabled", "budget_tokens": 5})
     assert "thinking" in json.loads(prefill_body(body))  # it may shape the prompt
     sent = json.loads(return_body(body, json.dumps({"a": 1}).encode()))

@@ -86,7 +86,7 @@ def test_decode_takes_the_ticket_beside_what_the_client_sent(route: Route) -> No
 def test_a_ticket_comes_back_in_a_body_that_is_read_as_far_as_the_models_name(
     route: Route,
 ) -> None:
-    """Refused earlier, by the model of the request, the lender would not be told."""
+    """Refused earlier, by the model of the request, the lender would get no report."""
     body = parse_body(route, json.dumps(SENT[route]).encode())
     ticket = msgspec.Raw(json.dumps(TICKET).encode())
     ours = taken(route, return_body(body, ticket))

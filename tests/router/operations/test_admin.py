@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 
 from pdconn.router.admission.listener import ADMIN_LIMITS
-from pdconn.router.config import ADMIN_ABOVE, ProxyConfig
-from pdconn.router.errors import BadSetting, CannotListen
 from pdconn.router.prefix.hashing import chain, external
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
-from pdconn.router.server import running_proxy
+from pdconn.router.proxy_config import ADMIN_ABOVE, ProxyConfig
+from pdconn.router.router_errors import BadSetting, CannotListen
+from pdconn.router.router_server import running_proxy
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
@@ -169,7 +169,7 @@ async def test_a_guessed_prompt_cannot_be_confirmed_from_a_snapshot():
         body = await snapshot_of(f)
         held = {hash_ for pod in json.loads(body)["pods"].values() for b in pod["blocks"]
                 for hash_ in b["hashes"]}  # fmt: skip
-        assert len(held) == len(guess)  # it tells of every block, by another name
+        assert len(held) == len(guess)  # it has every block, under another hash
         assert not guess & (held | set(json.loads(body)["request"]["hashes"]))
         caches, lookup = f.router.caches, f.routed.decision.lookup
         assert lookup is not None
@@ -197,7 +197,7 @@ async def test_two_boots_disguise_the_same_prompt_differently():
 # Addresses of engines
 
 
-async def told(d) -> str:
+async def shown_text(d) -> str:
     """All that a client gets to read: answers, refusals, headers."""
     replies = [
         await d.complete(),
@@ -217,7 +217,7 @@ async def told(d) -> str:
 async def test_clients_learn_engines_addresses_only_if_they_may(shown, caplog):
     """Without the option any client draws the network behind the proxy."""
     async with deployment(show_engines=shown) as d:
-        text = await told(d)
+        text = await shown_text(d)
         for engine in d.prefill + d.decode:
             assert (str(engine.port) in text) is shown
         assert ("Connection refused" in text) is shown

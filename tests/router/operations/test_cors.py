@@ -1,4 +1,4 @@
-"""Pages of other origins: which may ask from a browser, and what their browser is told."""
+"""Pages of other origins: which may send requests, and the headers of the answers."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ async def ask(d, method: str, path: str = PATH, **headers: str) -> tuple[int, di
 @in_loop
 async def test_a_page_of_a_named_origin_may_ask_and_read() -> None:
     async with deployment(cors_origins=(MINE,)) as d:
-        status, told, vary = await ask(d, "OPTIONS", Origin=MINE, **PREFLIGHT)
+        status, allowed, vary = await ask(d, "OPTIONS", Origin=MINE, **PREFLIGHT)
         assert (status, vary) == (204, "Origin")
-        assert told["allow-origin"] == MINE
-        assert told["allow-methods"] == "GET, POST"
-        assert told["allow-headers"] == "authorization,content-type"
-        status, told, vary = await ask(d, "POST", Origin=MINE)
-        assert (status, told["allow-origin"], vary) == (200, MINE, "Origin")
-        assert "X-Request-Id" in told["expose-headers"]
-        assert "allow-credentials" not in told
+        assert allowed["allow-origin"] == MINE
+        assert allowed["allow-methods"] == "GET, POST"
+        assert allowed["allow-headers"] == "authorization,content-type"
+        status, allowed, vary = await ask(d, "POST", Origin=MINE)
+        assert (status, allowed["allow-origin"], vary) == (200, MINE, "Origin")
+        assert "X-Request-Id" in allowed["expose-headers"]
+        assert "allow-credentials" not in allowed
 
 
 @in_loop
 async def test_a_page_of_another_origin_is_told_nothing() -> None:
     async with deployment(cors_origins=(MINE,)) as d:
         for origin in (OTHER, "https://chat.example.evil", "http://chat.example", "null"):
-            status, told, _ = await ask(d, "OPTIONS", Origin=origin, **PREFLIGHT)
-            assert (status, told) == (204, {})
+            status, allowed, _ = await ask(d, "OPTIONS", Origin=origin, **PREFLIGHT)
+            assert (status, allowed) == (204, {})
             assert (await ask(d, "POST", Origin=origin))[1] == {}
 
 
@@ -60,8 +60,8 @@ async def test_a_page_of_another_origin_is_told_nothing() -> None:
 async def test_any_origin_may_where_all_are_named() -> None:
     async with deployment(cors_origins=("*",)) as d:
         assert (await ask(d, "OPTIONS", Origin=OTHER, **PREFLIGHT))[1]["allow-origin"] == "*"
-        _, told, vary = await ask(d, "POST", Origin=OTHER)
-        assert (told["allow-origin"], vary) == ("*", "")
+        _, allowed, vary = await ask(d, "POST", Origin=OTHER)
+        assert (allowed["allow-origin"], vary) == ("*", "")
 
 
 @in_loop
@@ -72,10 +72,10 @@ async def test_errors_can_be_read_too_and_preflights_need_no_key(tmp_path) -> No
     keys.chmod(0o600)
     async with deployment(cors_origins=(MINE,), api_key_file=str(keys)) as d:
         assert (await ask(d, "OPTIONS", Origin=MINE, **PREFLIGHT))[0] == 204
-        status, told, _ = await ask(d, "POST", Origin=MINE)
-        assert (status, told["allow-origin"]) == (401, MINE)
-        status, told, _ = await ask(d, "GET", "/no", Origin=MINE, Authorization="Bearer secret")
-        assert (status, told["allow-origin"]) == (404, MINE)
+        status, allowed, _ = await ask(d, "POST", Origin=MINE)
+        assert (status, allowed["allow-origin"]) == (401, MINE)
+        status, allowed, _ = await ask(d, "GET", "/no", Origin=MINE, Authorization="Bearer secret")
+        assert (status, allowed["allow-origin"]) == (404, MINE)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -94,8 +94,8 @@ async def test_what_an_engine_allows_counts_for_nothing(stream: bool) -> None:
     async with deployment(cors_origins=(MINE,)) as d:
         d.decode[0].script = lenient
         assert (await ask(d, "POST", Origin=OTHER))[1] == {}
-        told = (await ask(d, "POST", Origin=MINE))[1]
-        assert (told["allow-origin"], "allow-credentials" in told) == (MINE, False)
+        allowed = (await ask(d, "POST", Origin=MINE))[1]
+        assert (allowed["allow-origin"], "allow-credentials" in allowed) == (MINE, False)
 
 
 @in_loop
@@ -108,8 +108,8 @@ async def test_header_names_are_not_repeated_unchecked() -> None:
 @in_loop
 async def test_without_the_option_nothing_is_added() -> None:
     async with deployment() as d:
-        status, told, _ = await ask(d, "OPTIONS", Origin=MINE, **PREFLIGHT)
-        assert (status, told) == (405, {})
+        status, allowed, _ = await ask(d, "OPTIONS", Origin=MINE, **PREFLIGHT)
+        assert (status, allowed) == (405, {})
         d.decode[0].script = lambda engine, seen, http: refuse()
         assert (await ask(d, "POST", Origin=MINE))[1] == {}
 

@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting
-from pdconn.router.server import Limits
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import BadSetting
+from pdconn.router.router_server import Limits
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, CHUNKS, hang
@@ -85,7 +85,7 @@ async def test_without_a_delay_it_stops_listening_at_once():
 
 @in_loop
 async def test_the_admin_pages_outlive_the_clients_listener():
-    """Else nobody sees what a drain waits for."""
+    """Otherwise no log line shows what a drain waits for."""
     async with deployment(drain_timeout_s=20.0) as d:
         d.decode[0].admitting.clear()
         asking = asyncio.create_task(d.complete())

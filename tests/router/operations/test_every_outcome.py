@@ -17,7 +17,7 @@ from aiohttp import web
 from pdconn.router.labels import RequestEnd
 from pdconn.router.metric_table import METRICS
 from pdconn.router.openai.requests import Direct
-from pdconn.router.server import Limits
+from pdconn.router.router_server import Limits
 from tests.fakes.deployment import Deployment, deployment, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import FakeEngine, Script, die_in_stream, error, hang, reset, stream_of

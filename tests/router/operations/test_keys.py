@@ -1,4 +1,4 @@
-"""Keys and TLS of clients: who is let in, and what engines get to see of it."""
+"""Keys and TLS of clients: which requests are accepted, and what engines see of the key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pdconn.router.access.keys import ApiKeys
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting
-from pdconn.router.server import running_proxy
+from pdconn.router.access.api_keys import ApiKeys
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import BadSetting
+from pdconn.router.router_server import running_proxy
 from pdconn.tools.cli.proxy.serving import _warn_of_exposure
 from tests.fakes.credentials import Authority
 from tests.fakes.deployment import deployment
@@ -74,7 +74,7 @@ async def test_who_has_no_key_is_refused(tmp_path, authorization, status):
 )
 @in_loop
 async def test_the_key_does_not_reach_engines_unless_it_is_forwarded(tmp_path, settings, passed):
-    """A key that engines see is in their logs, and whoever runs one of them has it."""
+    """A key that engines see is in their logs, and its operator has it."""
     async with deployment(api_key_file=key_file(tmp_path), **settings) as d:
         headers = {"Authorization": f"Bearer {KEY}"}
         async with d.client.post(d.url("/v1/completions"), json=BODY, headers=headers) as reply:
@@ -95,7 +95,7 @@ async def test_without_keys_of_ours_the_engines_keys_pass_as_ever():
 
 
 def test_every_key_is_compared_whole_whichever_is_right(tmp_path, monkeypatch):
-    """Else the time of an answer tells a key's place, or how much of a guess was right."""
+    """Otherwise timing reveals a key's place, or how much of a guess was right."""
     compared: list[tuple[int, int]] = []
     compare = hmac.compare_digest
 
@@ -150,7 +150,7 @@ def trusting(authority: Authority) -> ssl.SSLContext:
 
 
 async def shown_to(url: str, authority: Authority) -> int:
-    """The serial number of the certificate that a client who trusts ``authority`` is shown."""
+    """The serial number of the certificate that a client which trusts ``authority`` sees."""
     _, writer = await asyncio.open_connection(
         "127.0.0.1", int(url.rsplit(":", 1)[1]), ssl=trusting(authority)
     )

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from pdconn.router.admin import admin_app as pages
-from pdconn.router.server import Limits
+from pdconn.router.router_server import Limits
 from tests.fakes.deployment import Deployment, deployment, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import die_in_stream, error, hang

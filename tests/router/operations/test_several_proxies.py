@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 
 import aiohttp
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.server import running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import running_proxy
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop
 from tests.fakes.fake_engine import ANSWER

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.access.keys import EngineKey
+from pdconn.router.access.api_keys import EngineKey
 from pdconn.router.fleet.sources import FleetWatch, WatchedFile
 from pdconn.router.reload import Reloader
 from tests.fakes.event_loop import in_loop
@@ -80,9 +80,9 @@ def test_sighup_reads_the_fleet_again_and_a_mistake_changes_nothing(tmp_path: Pa
         path.write_text("[[engine]", encoding="utf-8")
         for _ in range(2):  # the second time too, though the watch has said it once
             one.process.send_signal(signal.SIGHUP)
-            told = one.event()
-            assert told["event"] == "reload_failed"
-            [mistake] = told["mistakes"]
+            event = one.event()
+            assert event["event"] == "reload_failed"
+            [mistake] = event["mistakes"]
             assert mistake.startswith(f"{path}: expected TOML")
         assert engines(listening) == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
         one.process.send_signal(signal.SIGTERM)

@@ -10,7 +10,7 @@ from functools import partial
 import aiohttp
 import pytest
 
-from pdconn.router.server import Limits
+from pdconn.router.router_server import Limits
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, error, hang

@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import EnginesMissing
 from pdconn.router.fleet import sources
-from pdconn.router.server import Limits, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import EnginesMissing
+from pdconn.router.router_server import Limits, running_proxy
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop
 

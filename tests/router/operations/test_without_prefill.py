@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from pdconn.router.openai.requests import Direct
+from pdconn.router.router_server import Limits
 from pdconn.router.routing.policy import POLICIES
-from pdconn.router.server import Limits
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, error, reset

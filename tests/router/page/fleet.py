@@ -1,6 +1,6 @@
-"""A router over engines whose caches it knows, and three requests, for what the page tells.
+"""A router over engines whose caches it knows, and three requests, for the contents of the page.
 
-Two engines tell of their caches over real sockets.  16-token blocks, hashed as vLLM does:
+Two engines publish KV events over real sockets.  16-token blocks, hashed as vLLM does:
 
     prompt      tokens   prefill holds    decode holds
     LONG        100      4 blocks = 64    2 blocks = 32
@@ -22,9 +22,9 @@ from typing import Any
 
 import aiohttp
 
-from pdconn.router.config import ProxyConfig
 from pdconn.router.prefix.hashing import HashScheme, chain, external
-from pdconn.router.server import Running, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import Running, running_proxy
 from tests.fakes.deployment import Reply
 from tests.fakes.fake_engine import FakeEngine, Leases
 from tests.router.events.publisher import Publisher, two_ports

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry, Counter
 from pdconn.router.admin.history import MOST_NAMES, MOST_SAMPLES, History, _quantile_ms
 from pdconn.router.exposition import render
 from pdconn.router.fleet.engine_page import Load
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.pull_counts import RecentPulls
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.labels import RequestEnd
-from pdconn.router.metrics import MOST_KEPT, RouterMetrics
 from pdconn.router.openai.requests import Direct, Route
-from pdconn.router.pulls.pull import PrefixPull
+from pdconn.router.pulls.pull_outcome import PrefixPull
+from pdconn.router.router_metrics import MOST_KEPT, RouterMetrics
 from pdconn.router.routing.routed_request import (
     Began,
     Event,
@@ -207,8 +207,8 @@ def test_an_engine_that_did_not_answer_has_a_failed_step():
     )
     failed = [failed for _, _, _, failed in steps(0.0, 0.0, *asks, ended(9.0))]
     assert failed == [False, False, True, False, True, False, False]
-    nobody = steps(0.0, 0.0, asked(PREFILL, 1.0), ended(2.0))
-    assert nobody[-1] == ("prefill", 1.0, 2.0, True)
+    unanswered = steps(0.0, 0.0, asked(PREFILL, 1.0), ended(2.0))
+    assert unanswered[-1] == ("prefill", 1.0, 2.0, True)
 
 
 def test_an_engine_that_fails_after_one_that_refused_has_not_answered():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.block_index import Index
 from tests.fakes.event_loop import in_loop
 from tests.fakes.routed import ASKED, PROMPT, fleet
 
@@ -28,7 +28,7 @@ def test_a_block_is_held_until_its_last_copy_is_gone() -> None:
 
 
 def test_a_store_has_no_copies() -> None:
-    """What two engines tell of one shelf, or one engine tells twice, is one row."""
+    """What two engines report of one shelf, or one engine reports twice, is one row."""
     index = Index()
     index.store_blocks("a", 0, "storage", [1])
     index.store_blocks("a", 0, "storage", [1])

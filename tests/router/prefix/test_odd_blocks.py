@@ -1,4 +1,4 @@
-"""Block sizes that no engine would have cost their own pod its hits, and nobody else anything."""
+"""Block sizes that no engine would have cost their own pod its hits, and other pods nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import tracemalloc
 
 import numpy as np
 
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.ends import covered
 from pdconn.router.prefix.groups import STORED, GroupSpec
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.kv_events import MAX_BLOCK_TOKENS
 from pdconn.router.prefix.score import Prompt, Scorer
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.score import Scorer
 from tests.throughput.routing import WINDOW, Fleet, fleet, hash_nbytes, list_scan
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.subscriber import EventSource
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.explain import explain, stored_blocks
 from pdconn.router.prefix.groups import OUTSIDE, STORED, GroupSpec
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdconn.router.prefix.hashing import Extras
 from pdconn.router.pulls.planner import PullPlanner
-from pdconn.router.pulls.pull import PrefixPull
+from pdconn.router.pulls.pull_outcome import PrefixPull
 from tests.fakes.event_loop import until
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.routed import PROMPT, Fleet, fleet
@@ -26,7 +26,7 @@ async def pulling(pull_above: int | None = 64, **settings: Any) -> AsyncIterator
                 teach(f.router.pulls, engine)
             engine.cached_tokens = HELD
         yield f
-        await until(lambda: not f.leases.held)  # whatever came of the tickets
+        await until(lambda: not f.leases.held)  # however the tickets ended
 
 
 def teach(planner: PullPlanner, engine: FakeEngine) -> None:

@@ -11,9 +11,9 @@ from multidict import CIMultiDict
 
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.openai.requests import Route, parse_body
-from pdconn.router.pulls.choose import Holder, PullChoice
 from pdconn.router.pulls.planner import PullPlanner
-from pdconn.router.pulls.pull import PullEnd
+from pdconn.router.pulls.pull_choice import Holder, PullChoice
+from pdconn.router.pulls.pull_outcome import PullEnd
 from pdconn.router.routing.policy import Candidate
 from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.event_loop import in_loop
@@ -24,7 +24,7 @@ TOKENS = list(range(65))
 
 
 class Holding:
-    """A client of a holder that answers when it is told to; tickets that come back."""
+    """A client of a holder that answers on demand, and the tickets that are returned."""
 
     def __init__(self) -> None:
         self.answers = asyncio.Event()

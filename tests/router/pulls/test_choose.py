@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.pulls.choose import Chooser, Holder, PullChoice
 from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.pulls.pull_choice import Chooser, Holder, PullChoice
 from pdconn.router.pulls.rates import Lines
 
 PROMPT, HELD_THERE = 4000, 3200
@@ -127,7 +127,7 @@ def test_a_store_competes(load_token_s: float, stored: int, is_pulled: bool) -> 
     assert "loading and computing take" in chosen.why or not is_pulled
 
 
-def test_a_store_that_nobody_reckons_with_is_beaten_too_often() -> None:
+def test_a_store_that_is_not_considered_loses_too_often() -> None:
     """Control: the same prompt as if it were computed."""
     assert choose(chooser(load_token_s=1e-6)).holder is not None
 
@@ -141,7 +141,7 @@ def test_the_better_of_loading_and_pulling_is_found(load_s: float, pull_s: float
     for number in range(120):
         stored, rest = rng.randint(1000, 5000), rng.randint(50, 300)
         now, num_tokens = float(number), stored + rest
-        if number < 6:  # prompts that nobody has
+        if number < 6:  # prompts that no engine holds
             planner.note_computed("p", num_tokens, fixed_s + token_s * num_tokens, now)
             continue
         holders = [Holder("h", stored)]

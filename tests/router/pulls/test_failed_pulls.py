@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.router.pulls.pull import PullEnd
+from pdconn.router.pulls.pull_outcome import PullEnd
 from tests.fakes.deployment import leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import hang, reset

@@ -13,9 +13,9 @@ from random import Random
 
 import pytest
 
-from pdconn.router.pulls import choose
-from pdconn.router.pulls.choose import Holder, PullChoice
+from pdconn.router.pulls import pull_choice
 from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.pulls.pull_choice import Holder, PullChoice
 from tests.throughput.links import __main__ as links
 from tests.throughput.links.judged import (
     ALIKE,
@@ -129,8 +129,8 @@ def test_one_that_pulls_only_what_is_sure_is_wrong_where_it_is_close(
     """What is thought too slow is not pulled, so that it is never put right."""
     close = ((1.0, 2_500), (10.0, 20_000))
     assert min(share_right(judged_over(*case)) for case in close) >= TARGET
-    monkeypatch.setattr(choose, "BOLD", 0.0)
-    monkeypatch.setattr(choose, "GAIN", 0.9)
+    monkeypatch.setattr(pull_choice, "BOLD", 0.0)
+    monkeypatch.setattr(pull_choice, "GAIN", 0.9)
     assert max(share_right(judged_over(*case)) for case in close) < TARGET
 
 
@@ -149,24 +149,24 @@ def test_requests_are_judged_by_both_ways() -> None:
 
 
 def test_the_planner_learns_from_its_own_choice_alone() -> None:
-    """Of the way not taken nothing is told."""
+    """The planner receives no measurement of the way not taken."""
 
-    class Told(Unlearning):
+    class Noting(Unlearning):
         def note_computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
-            told.append(("computed", tokens, seconds))
+            noted.append(("computed", tokens, seconds))
 
         def note_pulled(
             self, engine: str, choice: PullChoice, rest: int, seconds: float, now: float
         ) -> None:
             assert choice.holder is not None
             assert choice.holder.engine == HOLDER
-            told.append(("pulled", rest, seconds))
+            noted.append(("pulled", rest, seconds))
 
-    told: list[tuple[str, int, float]] = []
+    noted: list[tuple[str, int, float]] = []
     engine = Engine(Random(1), 20_000, fixed_s=0.01, scatter=0.0)
     requests = [Request(0, 4000, 4100), Request(0, 100, 4100)]  # the second is below the floor
-    judged = judge(Told.from_floor(FLOOR), requests, engine, lambda _: 7.0)
-    assert told == [("pulled", 100, judged[0].pull_s), ("computed", 4100, judged[1].compute_s)]
+    judged = judge(Noting.from_floor(FLOOR), requests, engine, lambda _: 7.0)
+    assert noted == [("pulled", 100, judged[0].pull_s), ("computed", 4100, judged[1].compute_s)]
     assert judged[0].pull_s == pytest.approx(7.0 + 2 * 0.01 + 101 / 20_000)
 
 

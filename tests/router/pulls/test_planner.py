@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.router.pulls.choose import Holder, PullChoice
 from pdconn.router.pulls.planner import NEW, RESTS_S, PullPlanner
+from pdconn.router.pulls.pull_choice import Holder, PullChoice
 
 PAIR = ("holder", "prefill")
 RATE, FIXED_S = 1_000, 0.03
@@ -38,7 +38,7 @@ def test_pulls_before_an_engine_was_known_are_told_anew() -> None:
 
 
 def test_pulls_of_a_known_engine_are_not() -> None:
-    """Control: what was told is kept, and once is enough."""
+    """Control: measurements are kept, and one is enough."""
     planner = PullPlanner.from_floor(512)
     for number in range(NEW):
         computed(planner, 500 + 900 * number, number)

@@ -1,4 +1,4 @@
-"""Prefixes that prefill pulls from whoever holds them, as the router asks for it.
+"""Prefixes that prefill pulls from their holder, at the request of the router.
 
 Engines are fake; what they say of their caches travels over real sockets.
 """
@@ -12,11 +12,11 @@ import time
 import pytest
 from multidict import CIMultiDict
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting
 from pdconn.router.openai.requests import RANK_HEADER, REQUEST_ID_HEADER, Route, parse_body
 from pdconn.router.prefix.hashing import Extras
-from pdconn.router.pulls.pull import PullEnd
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.pulls.pull_outcome import PullEnd
+from pdconn.router.router_errors import BadSetting
 from pdconn.router.routing.policy import PrefixAware
 from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.event_loop import in_loop
@@ -68,7 +68,7 @@ async def test_a_request_keeps_its_tokens_only_while_prefill_may_pull_some(alone
 
 
 @in_loop
-async def test_by_default_nobody_is_asked():
+async def test_by_default_no_holder_is_asked():
     """The control: the engines might not lend."""
     async with pulling(pull_above=None) as f:
         holder = await held_by_decode(f)
@@ -91,14 +91,14 @@ async def test_a_pull_that_saves_too_little_is_not_worth_a_request():
 @in_loop
 async def test_what_shapes_block_hashes_goes_along():
     async with pulling() as f:
-        await f.pod(f.decode[0]).store(other_prompt(1))  # tells how it hashes
+        await f.pod(f.decode[0]).store(other_prompt(1))  # reveals its hash scheme
         holder = await held_by_decode(f, Extras(cache_salt="s"))
         await f.ask(cache_salt="s", temperature=0.5)
         (lend,) = asked_for(holder)
         assert (lend.body["cache_salt"], lend.body["model"]) == ("s", "m")
         assert "temperature" not in lend.body
         await f.ask()
-        assert len(asked_for(holder)) == 1, "without the salt nobody holds it"
+        assert len(asked_for(holder)) == 1, "without the salt no engine holds it"
 
 
 @in_loop

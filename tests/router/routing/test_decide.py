@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pdconn.router.openai.requests import RANK_HEADER
 from pdconn.router.prefix.hashing import Extras
-from pdconn.router.server import Limits
+from pdconn.router.router_server import Limits
 from tests.fakes.deployment import Reply, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import die_in_stream, hang, reset
@@ -145,7 +145,7 @@ async def test_salt_and_adapter_lead_to_other_caches():
         for engine in (*f.prefill, *f.decode):
             engine.models = [{"id": "m", "root": "/m", "parent": None}, adapter, stray]
         for engine in f.prefill:
-            await f.pod(engine).store([1] * 16)  # tells how it hashes
+            await f.pod(engine).store([1] * 16)  # reveals its hash scheme
         await f.pod(plain).store(PROMPT)
         await f.pod(salted).store(PROMPT, Extras(cache_salt="mine"))
         lora = Extras(lora=("ada", "/lora/ada"))

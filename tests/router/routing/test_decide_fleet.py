@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet.member import Member, Role
-from pdconn.router.server import Limits, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import Limits, running_proxy
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import FakeEngine
@@ -49,7 +49,7 @@ async def test_events_that_cannot_be_read_are_counted_and_the_router_goes_on():
         for garbage in ((b"",), (b"", b"\0" * 8), (b"x", b"\xff" * 8, b"\xc1"), (b"",) * 9):
             await pod.publisher.wire(*garbage)
         await pod.publisher.publish({"type": "BlockMoved"})
-        await pod.store(PROMPT, token_ids=["x"] * 320)  # cannot tell how it hashes
+        await pod.store(PROMPT, token_ids=["x"] * 320)  # does not reveal its hash scheme
         await pod.store(other_prompt(1)[:16])
         await until(lambda: f.of_pod("blocks", pod) == 21)
         page = (await f.send("/metrics", method="GET")).body.decode()

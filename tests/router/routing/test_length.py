@@ -28,7 +28,7 @@ def listed(max_tokens: int | None) -> list[dict[str, Any]]:
 
 
 async def ready(f: Fleet, max_tokens: int | None = 1000) -> None:
-    """The router has something to look prompts up in, and engines tell their length."""
+    """The router has something to look prompts up in, and engines report their length."""
     for engine in (*f.prefill, *f.decode):
         engine.models = listed(max_tokens)
         engine.tokenize = letters

@@ -95,7 +95,7 @@ async def test_what_an_engine_lists_to_one_key_is_no_other_clients() -> None:
         assert (await ask(d, OTHER, "secret")).status == 404
         assert (await ask(d, GOOD, "secret")).body == ANSWER, "a shorter list takes nothing away"
         reply = await d.send(ONE_PATH, b'{"prompt": "x"}')
-        assert "model-a" not in reply.body.decode(), "without a key no names are told"
+        assert "model-a" not in reply.body.decode(), "without a key no names are shown"
 
 
 @in_loop

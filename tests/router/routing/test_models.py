@@ -125,7 +125,7 @@ async def test_an_adapter_that_is_loaded_later_is_found(monkeypatch: pytest.Monk
 
 
 @in_loop
-async def test_names_that_nobody_serves_do_not_make_the_router_ask_each_time() -> None:
+async def test_names_that_no_engine_serves_do_not_make_the_router_ask_each_time() -> None:
     async with two_models() as d:
         await d.complete(model=A)
         before = d.num_listed()

@@ -1,4 +1,4 @@
-"""Over real sockets: engines tell of stored rows, and prompts go where that is worth it."""
+"""Over real sockets: engines report stored rows, and prompts go where loading them pays off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW = 64
 
 
 async def store(pod: Pod, rows: int) -> None:
-    """One event per row, as an engine with a store tells."""
+    """One event per row, as an engine with a store publishes it."""
     hashes = [external(full) for full in chain(SCHEME, PROMPT)]
     for row in range(rows):
         first = row * ROW // SCHEME.block_tokens

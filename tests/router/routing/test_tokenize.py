@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.router.server import Limits
+from pdconn.router.router_server import Limits
 from tests.fakes.event_loop import in_loop
 from tests.fakes.fake_engine import ANSWER, error
 from tests.fakes.routed import PROMPT, fleet, letters, num_asked, refuse

@@ -1,6 +1,6 @@
 """An OTLP receiver: a process of its own that decodes the spans that it is sent.
 
-``POST /v1/traces`` takes an ``ExportTraceServiceRequest`` in protobuf; ``GET /spans`` tells all
+``POST /v1/traces`` takes an ``ExportTraceServiceRequest`` in protobuf; ``GET /spans`` lists all
 spans so far as JSON.  Prints its port when it listens.
 """
 

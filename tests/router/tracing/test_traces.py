@@ -22,8 +22,8 @@ from aiohttp import web
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import BadSetting
 from pdconn.router.tracing.otel import OtelTracing
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.event_loop import in_loop, until

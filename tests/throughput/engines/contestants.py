@@ -17,8 +17,8 @@ from typing import Any
 
 from pdconn.router.openai.bodies import lend_params
 from pdconn.tools.bench.serving.lineup import assign_engines
-from pdconn.tools.lab.client import Client, Timed, prefill_only
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, Timed, prefill_only
 
 #: The answer goes on after its first token, as answers do.
 ANSWER_TOKENS = 8

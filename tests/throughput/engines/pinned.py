@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from pdconn.tools.lab.keeper import descendants
+from pdconn.tools.lab.process_keeper import descendants
 
 _CORE_PROCESS = "EngineCore"
 _LAST = 10

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pdconn.tools.bench.serving.lineup import CORES
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from pdconn.tools.lab.engine import running
 from pdconn.tools.lab.model import SPECS, write_model
 from pdconn.tools.output.table import table

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pdconn.tools.bench.serving.lineup import engine_specs
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from pdconn.tools.lab.proxy import running_proxy
 from pdconn.tools.lab.spec import EngineSpec
 

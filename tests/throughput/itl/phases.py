@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdconn.tools.lab.client import Client, lend_prefix
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, lend_prefix
 from pdconn.tools.lab.spec import SERVED_NAME
 from tests.throughput.engines.partner import LendingPartner, PullingPartner
 from tests.throughput.engines.pinned import engine_core, threads_of

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from pdconn.router.pulls.choose import FLOOR_TOKENS
 from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.pulls.pull_choice import FLOOR_TOKENS
 from pdconn.tools.output.table import table
 from tests.multinode.namespaces import NetworkFailed, why_not
 from tests.throughput.links.judged import Drawn, Engine, Judged, Outcome, Request, judge, outcome_of

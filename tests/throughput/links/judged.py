@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from pdconn.router.pulls.choose import Holder, PullChoice
+from pdconn.router.pulls.pull_choice import Holder, PullChoice
 
 PREFILL, HOLDER = "prefill", "holder"
 ALIKE = 0.05

@@ -73,11 +73,11 @@ async def _publish(fleet: Fleet, url: str, seconds: float, busy: bool) -> None:
 
 def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     """A router that notes how old each batch is once it has been applied."""
-    from pdconn.router.config import ProxyConfig
     from pdconn.router.events.caches import PrefixCaches
     from pdconn.router.events.subscriber import EventSource
     from pdconn.router.prefix.kv_events import Batch
-    from pdconn.router.server import running_proxy as in_this_process
+    from pdconn.router.proxy_config import ProxyConfig
+    from pdconn.router.router_server import running_proxy as in_this_process
     from pdconn.tools.cli.proxy.proxy_command import _loop_factory
 
     seen: list[float] = []

@@ -19,9 +19,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.engine import running
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.model import HANDOVER, write_model
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec

@@ -19,6 +19,8 @@ from pdconn.protocol.messages import frame
 from pdconn.tools.bench.bench_errors import LenderFailed, WrongBytes
 from pdconn.tools.bench.percentile import percentile
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
+from pdconn.tools.bench.transfer.bench_case import OpenCase
+from pdconn.tools.bench.transfer.bench_lender import LocalLender, lend
 from pdconn.tools.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
@@ -30,11 +32,9 @@ from pdconn.tools.bench.transfer.control import (
     Shut,
     Used,
 )
-from pdconn.tools.bench.transfer.lender import LocalLender, lend
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.moves import Sample
 from pdconn.tools.bench.transfer.paths import PATHS
-from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.cli.main import main
@@ -191,7 +191,7 @@ def test_a_reader_that_leaves_before_its_answer_leaves_no_traceback() -> None:
         ControlConnection(ours, AT_READER).send_message(AskCpu())
     with theirs:
         fd = theirs.fileno()
-        command = [sys.executable, "-m", "pdconn.tools.bench.transfer.lender", str(fd)]
+        command = [sys.executable, "-m", "pdconn.tools.bench.transfer.bench_lender", str(fd)]
         ended = subprocess.run(command, pass_fds=[fd], capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
 

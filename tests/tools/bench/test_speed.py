@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.tools.bench.transfer.lender import LocalLender
+from pdconn.tools.bench.transfer.bench_case import OpenCase
+from pdconn.tools.bench.transfer.bench_lender import LocalLender
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.paths import PATHS
-from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.bench.transfer.rounds import MethodResult, take_rounds
 from pdconn.tools.bench.transfer.workload import Workload
 from pdconn.tools.plan.engine_shape import EngineShape

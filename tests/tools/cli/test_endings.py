@@ -1,4 +1,4 @@
-"""How a command ends when its reader leaves, and on Ctrl-C: the exit code tells the truth."""
+"""How a command ends when its reader leaves, and on Ctrl-C: the exit code is right."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def interrupted(command: list[str], ready: bytes) -> tuple[int, bytes]:
 
 _MEASURES_FOR_EVER = """
 import sys
-from pdconn.tools.bench.transfer.rig import OpenCase
+from pdconn.tools.bench.transfer.bench_case import OpenCase
 from pdconn.tools.cli.main import main
 
 measure = OpenCase.measure
@@ -202,7 +202,7 @@ def test_ctrl_c_within_nixl_is_not_lost():
 
 _INTERRUPTED_WHILE_CLOSING = """
 import signal, sys
-from pdconn.tools.bench.transfer.rig import OpenCase
+from pdconn.tools.bench.transfer.bench_case import OpenCase
 from pdconn.tools.cli.main import main
 
 close = OpenCase.close

@@ -89,7 +89,7 @@ def test_the_table_shows_the_best_first_and_the_group_that_cut(ask: Any) -> None
 
 
 def test_who_could_pull_from_whom_is_shown(ask: Any) -> None:
-    """From who holds most in its memory; a store's blocks nobody lends."""
+    """From the pod that holds most in its memory; stored blocks are not lent."""
     snapshot = deepcopy(SNAPSHOT)
     stored = {"group": 0, "medium": "storage", "hashes": [1, 2, 3]}
     snapshot["pods"]["cold"] = {"groups": {"0": FULL}, "blocks": [{**stored, "hashes": [1]}]}

@@ -1,4 +1,4 @@
-"""``pdconn store drop`` removes the rows that it was told to, and nothing else."""
+"""``pdconn store drop`` removes the selected rows, and nothing else."""
 
 from __future__ import annotations
 

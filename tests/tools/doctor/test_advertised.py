@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdconn.faults.frames import MessageFaults
+from pdconn.faults.frame_faults import MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.protocol.messages import Described
 from pdconn.tools.doctor.findings import Severity

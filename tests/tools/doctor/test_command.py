@@ -124,10 +124,10 @@ def test_a_probe_reads_real_bytes_and_tells_by_which_transport(
     assert any(re.match("round 3 of 3", step) for step in steps)
 
 
-def test_a_probe_of_nobody_is_a_fault_and_a_slow_one_a_warning() -> None:
+def test_a_probe_without_a_server_is_a_fault_and_a_slow_one_a_warning() -> None:
     (port,) = free_ports(1)
-    nobody = read_probe("127.0.0.1", port, lambda text: None)
-    assert [one.id for one in judge_probe(nobody)] == ["probe.failed"]
+    unanswered = read_probe("127.0.0.1", port, lambda text: None)
+    assert [one.id for one in judge_probe(unanswered)] == ["probe.failed"]
     facts = ProbeFacts("h:1", 1 << 28, pull_bytes_per_s=9e9, read_bytes_per_s=10e9)
     assert list(judge_probe(facts)) == []
     assert list(judge_probe(facts, parse_link("100Gb/s"))) == []

@@ -188,7 +188,7 @@ def test_prefill_and_decode_swapped_is_not_healthy() -> None:
     assert found == [("traffic.role", "fault")] * 2
     both = page(lent=55, pulls=55)  # the control: second turns pull from decode
     assert traffic(both, both) == []
-    assert traffic(page(pulls=4), page(lent=4)) == []  # too few to tell
+    assert traffic(page(pulls=4), page(lent=4)) == []  # too few to judge
 
 
 def test_the_reasons_of_failures_are_named() -> None:

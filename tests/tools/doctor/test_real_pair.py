@@ -58,7 +58,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPair]:
         patched.delenv("UCX_LOG_FILE", raising=False)
         with running(specs, folder, cache=cache_beside(model)) as (prefill, decode):
             yield RealPair(prefill, decode, description, secret_beside(model))
-    # UCX tells as connections end; prefill, which reads nothing, is the control.
+    # UCX reports as connections end; prefill, which reads nothing, is the control.
     assert sum(count for _, count in read_ucx_log(str(folder / "decode.log")).counts) > 0
     assert read_ucx_log(str(folder / "prefill.log")).counts == ()
 

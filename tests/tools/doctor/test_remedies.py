@@ -24,7 +24,7 @@ from pdconn.tools.doctor.local.versions import InstalledVersions, judge_versions
 
 
 def run(command: str) -> None:
-    """In a shell; as the user of the tests, who needs no sudo for files of their own."""
+    """In a shell; as the user of the tests, which needs no sudo for files of their own."""
     subprocess.run(["bash", "-euc", command.replace("sudo ", "")], check=True, timeout=30)
 
 

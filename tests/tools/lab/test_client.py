@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pdconn.router.openai.bodies import lend_params
-from pdconn.tools.lab.client import Client, prefill_then_decode
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from pdconn.tools.lab.lab_errors import RequestRefused
 
 _METRICS = """# HELP vllm:kv_cache_usage_perc usage

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pdconn.tools.lab.compare import (
+from pdconn.tools.lab.compare_answers import (
     Answer,
     Mismatch,
     compare,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pdconn.tools.bench.serving.lineup import engine_specs
-from pdconn.tools.lab.client import Timed
-from pdconn.tools.lab.compare import Answer
+from pdconn.tools.lab.compare_answers import Answer
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Timed
 from pdconn.tools.lab.quiet import Neighbours, wait_for_quiet
 from pdconn.tools.lab.spec import EngineSpec
 from tests.throughput.engines.contestants import ALONE, Contestant, Taken, contestants

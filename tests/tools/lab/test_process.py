@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.keeper import descendants
 from pdconn.tools.lab.lab_errors import EngineDied
 from pdconn.tools.lab.process import Process, cause, tail
+from pdconn.tools.lab.process_keeper import descendants
 
 _SAY_AND_SLEEP = "print('here', flush=True); import time; time.sleep(60)"
 _STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {_SAY_AND_SLEEP}"

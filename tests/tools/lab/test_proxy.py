@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.lab_errors import EngineDied, PortInUse
 from pdconn.tools.lab.ports import free_ports, is_free
 from pdconn.tools.lab.proxy import admin_url, running_proxy

@@ -10,7 +10,7 @@ import pytest
 from pdconn.router.fleet.prometheus_page import MAX_COUNT, all_samples, read_values
 from pdconn.tools.doctor.fleet.golden import golden_answer
 from pdconn.tools.doctor.fleet.traffic import traffic_of
-from pdconn.tools.lab.client import answer_of
+from pdconn.tools.lab.lab_client import answer_of
 from pdconn.tools.openai.completions import BrokenAnswer, completion_request, read_completion
 from pdconn.tools.openai.served_models import ServedModel, listed_models
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.model import write_model
 from tests.vllm.engines.engines import (
     CONFIGURATIONS,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import Answer, compare, make_prompts, spread_lengths
+from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts, spread_lengths
 from pdconn.tools.lab.engine import Engine, stop_all, wait_ready
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.proxy import running_proxy
 from pdconn.tools.lab.spec import EngineSpec

@@ -27,9 +27,9 @@ from types import TracebackType
 from typing import Self
 
 from pdconn.protocol.messages import Granted, Welcome
-from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
-from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts
 from pdconn.tools.lab.engine import Engine, wait_ready
+from pdconn.tools.lab.lab_client import Client, prefill_only, prefill_then_decode
 from pdconn.tools.lab.lab_errors import EngineDied, RequestRefused
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 
 from pdconn.protocol.messages import Confirmed, Granted, Renew
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import Answer
+from pdconn.tools.lab.compare_answers import Answer
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.vllm.engines.engines import Expected, Prompt
 from tests.vllm.engines.faulty import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from tests.vllm.engines.families.handover import Handover, engine, handing_over
 from tests.vllm.engines.families.models import GEMMA_4
 

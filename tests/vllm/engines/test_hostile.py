@@ -16,8 +16,8 @@ import pytest
 
 import pdconn
 from pdconn.router.openai.bodies import lend_params
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.compare_answers import compare
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from tests.vllm.engines.engines import Expected, PdPair, Prompt, one_after_another
 
 PROMPT: Prompt = tuple(range(300, 420))

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from pdconn.tools.lab.engine import Engine
-from pdconn.tools.lab.keeper import descendants
+from pdconn.tools.lab.lab_client import Client, prefill_only, prefill_then_decode
 from pdconn.tools.lab.lab_errors import RequestRefused
+from pdconn.tools.lab.process_keeper import descendants
 from tests.vllm.engines.engines import LEASE_S, MAX_TOKENS, Expected, PdPair, Prompt
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

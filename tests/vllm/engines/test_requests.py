@@ -19,8 +19,8 @@ from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.credentials import load_secret
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
-from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
-from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.compare_answers import compare
+from pdconn.tools.lab.lab_client import Client, prefill_only, prefill_then_decode
 from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.vllm.engines.engines import (
     LEASE_S,

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import Answer, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, make_prompts
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from pdconn.tools.lab.model import write_model
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec

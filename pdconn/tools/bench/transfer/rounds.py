@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.tools.bench.percentile import percentile
+from pdconn.tools.bench.transfer.bench_case import OpenCase
 from pdconn.tools.bench.transfer.methods import Method
 from pdconn.tools.bench.transfer.moves import Sample
-from pdconn.tools.bench.transfer.rig import OpenCase
 from pdconn.tools.output.progress_line import LogStep
 
 

@@ -9,9 +9,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from pdconn.router.config import OPTIONS, ProxyConfig
-from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
-from pdconn.router.options import RouterOption, Unfit
+from pdconn.router.proxy_config import OPTIONS, ProxyConfig
+from pdconn.router.router_errors import BadSetting, CannotListen, EnginesMissing
+from pdconn.router.router_options import RouterOption, Unfit
 from pdconn.tools.cli.proxy.proxy_epilog import EPILOG
 from pdconn.tools.cli.proxy.proxy_logs import FORMATS, fail, log_to_stderr
 from pdconn.tools.cli.proxy.serving import Events, serve

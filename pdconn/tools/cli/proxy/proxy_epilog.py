@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from pdconn.router.config import RELOADED
+from pdconn.router.proxy_config import RELOADED
 
 _SIGHUP = textwrap.indent(
     textwrap.fill(

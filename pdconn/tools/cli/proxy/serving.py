@@ -9,9 +9,9 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting
-from pdconn.router.server import EngineReady, Running, running_proxy
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_errors import BadSetting
+from pdconn.router.router_server import EngineReady, Running, running_proxy
 from pdconn.sidechannel.security import is_loopback
 
 log = logging.getLogger(__name__)

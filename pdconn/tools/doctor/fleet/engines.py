@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from pdconn.router.fleet.client import reason_of
+from pdconn.router.fleet.engine_client import reason_of
 from pdconn.router.fleet.member import Member, Role
 from pdconn.tools.doctor.bad_question import BadQuestion
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning

@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from pdconn.router.fleet.client import reason_of
+from pdconn.router.fleet.engine_client import reason_of
 from pdconn.router.openai.bodies import lend_params
 from pdconn.tools.doctor.findings import Finding, fault, one_line, warning
 from pdconn.tools.doctor.fleet.engines import EngineFacts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pdconn.router.fleet.client import KEEPALIVE_S
+from pdconn.router.fleet.engine_client import KEEPALIVE_S
 from pdconn.sidechannel.advertise import VARIABLES, NoAdvertisedHost, advertised_host
 from pdconn.sidechannel.credentials import ENV_SECRET_FILE
 from pdconn.tools.doctor.findings import Finding, fault, of_error, warning

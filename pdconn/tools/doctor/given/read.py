@@ -93,11 +93,14 @@ def _engines(
 ) -> Iterator[GivenConfig]:
     read = _reader(folder)
     stripped = content.strip()
+    # 1. JSON: the value of --kv-transfer-config, or a document.
     if stripped.startswith("{"):
         yield from _of_nodes([_json(stripped, where)], environ, folder, read)
         return
+    # 2. A systemd unit.
     if _UNIT.search(content):
         launches = launches_of_unit(content, read)
+    # 3. YAML, such as Compose or Kubernetes; else a script, or a line of one.
     else:
         nodes = _documents(content)
         if nodes is not None:

@@ -41,6 +41,7 @@ class PortFacts:
 
 def read_port(host: str, port: int, security: Security) -> PortFacts:
     """Try to listen; if the port is in use, query it."""
+    # 1. The name does not resolve here.
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -51,11 +52,13 @@ def read_port(host: str, port: int, security: Security) -> PortFacts:
         try:
             probe.bind(address)
             probe.listen(1)
+        # 2. The address belongs to another host.
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 return PortFacts(host, port, PortUse.ELSEWHERE, error.strerror or str(error))
         else:
             return PortFacts(host, port, PortUse.FREE)
+    # 3. Something listens there.
     return _asked(host, port, security)
 
 

@@ -100,6 +100,7 @@ def judge_ucx(facts: UcxFacts, devices: Devices, transport: str = "nixl") -> Ite
     answer = facts.answer
     if answer is None or absent:  # UCX does not start with a missing device
         return
+    # NIXL did not start: the settings are the first suspects.
     if answer.error is not None:
         message = f"{answer.error}{_with(facts.settings)}"
         remedy = "run python -c 'import nixl._api' in this environment, and install what it lacks"

@@ -50,15 +50,20 @@ def layer_kinds(
 
 
 def _kinds(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]:
+    # 1. MiMo V2: flags, of which 1 is a window.
     if "hybrid_layer_pattern" in known.reads:
         return _flagged(keys, "hybrid_layer_pattern", layers, WINDOW)
+    # 2. Latents: names of their own.
     if known.is_latent and keys.get("layer_types") is not None:
         return list(named_layers(keys, "layer_types", layers, _LATENT_KINDS))
+    # 3. Qwen: windows only if they are switched on.
     listed = _listed(keys, layers)
     if known.windows is Windows.SWITCHED:
         return _switched(keys, known, listed, layers)
+    # 4. No list: a window in all layers, or in all but every n-th.
     if listed is None:
         return _derived(keys, known, layers)
+    # 5. A list, if vLLM's model of the family follows it.
     if known.is_fixed and listed != _derived(keys, known, layers):
         raise UnreadableConfig("layer_types", "every other layer full, as vLLM has it", "others")
     if not known.names_layers and len(set(listed)) > 1:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.model import TINY, ModelSpec, write_model
 from pdconn.tools.lab.ports import free_ports
 from tests.gpu.kit.engine_process import EngineProcess, end_at_sigterm

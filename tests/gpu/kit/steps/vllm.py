@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts
 from pdconn.tools.lab.model import TINY, write_model
 from pdconn.tools.lab.ports import free_ports
 from tests.gpu.kit.engine_process import EngineProcess, end_at_sigterm

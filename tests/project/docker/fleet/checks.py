@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import Answer, compare
+from pdconn.tools.lab.compare_answers import Answer, compare
+from pdconn.tools.lab.lab_client import Client
 from tests.project.docker.debian import Say
 from tests.project.docker.fleet.containers import ALONE, MODEL, Card, Fleet, until
 from tests.project.docker.fleet.traffic import MAX_TOKENS, Sent, Traffic, fresh, send

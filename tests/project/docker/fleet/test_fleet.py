@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.compare_answers import compare
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from tests.project.docker.debian import NoEngine, Say, builder, engine, run, why_not
 from tests.project.docker.fleet.__main__ import built, printing
 from tests.project.docker.fleet.checks import Checks, elsewhere

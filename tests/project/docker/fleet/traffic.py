@@ -12,8 +12,8 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from pdconn.router.openai.event_stream import DONE, event_data
-from pdconn.tools.lab.client import answer_of
-from pdconn.tools.lab.compare import Answer, make_prompts, spread_lengths
+from pdconn.tools.lab.compare_answers import Answer, make_prompts, spread_lengths
+from pdconn.tools.lab.lab_client import answer_of
 from pdconn.tools.openai.completions import Completion, completion_request, read_completion
 from tests.project.docker.fleet.containers import MODEL
 

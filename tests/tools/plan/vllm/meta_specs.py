@@ -226,7 +226,7 @@ def main() -> int:
         for name, case in cases.items():
             try:
                 made[name] = specs(case, starts=not started)
-            except Exception as error:  # noqa: BLE001 - told apart by the test
+            except Exception as error:  # noqa: BLE001 - the test distinguishes them
                 made[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
             started = started or "error" not in made[name]
     json.dump(made, sys.stdout)

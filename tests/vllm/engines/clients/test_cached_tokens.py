@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import Client
+from pdconn.tools.lab.lab_client import Client
 from tests.vllm.engines.engines import BLOCK, PdPair
 
 ONE_PAIR = pytest.mark.only(layout="BHLNC", prefix_caching=True)

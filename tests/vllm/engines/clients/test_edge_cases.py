@@ -22,8 +22,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.process import Process
 from tests.project.next.sdist import obtain

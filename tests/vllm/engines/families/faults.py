@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import Answer, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, make_prompts
 from pdconn.tools.lab.engine import Engine, wait_ready
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside

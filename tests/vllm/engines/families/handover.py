@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.client import Client, lend_prefix, prefill_then_decode
-from pdconn.tools.lab.compare import TOLERANCE, Answer, Mismatch, compare
+from pdconn.tools.lab.compare_answers import TOLERANCE, Answer, Mismatch, compare
+from pdconn.tools.lab.lab_client import Client, lend_prefix, prefill_then_decode
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import compare, distance, make_prompts
+from pdconn.tools.lab.compare_answers import compare, distance, make_prompts
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from pdconn.tools.lab.ports import free_ports
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside

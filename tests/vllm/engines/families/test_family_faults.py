@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.tools.lab.client import prefill_then_decode
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
+from pdconn.tools.lab.lab_client import prefill_then_decode
 from tests.vllm.engines.families.faults import Faulty, abort_pulls, faulty_engines, kill_prefill
 from tests.vllm.engines.families.handover import COARSE, NUM_TOKENS
 from tests.vllm.engines.families.models import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_only, prefill_then_decode
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
+from pdconn.tools.lab.lab_client import Client, prefill_only, prefill_then_decode
 from pdconn.tools.lab.model import TINY, write_model
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running

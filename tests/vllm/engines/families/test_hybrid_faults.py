@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from tests.vllm.engines.families.faults import (
     LENGTHS,
     Faulty,

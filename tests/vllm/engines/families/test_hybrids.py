@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
 from tests.vllm.engines.families.handover import Handover, boundaries, engine, handing_over
 from tests.vllm.engines.families.models import (
     FALCON_H1,

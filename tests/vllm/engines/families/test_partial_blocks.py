@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import prefill_then_decode
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
+from pdconn.tools.lab.lab_client import prefill_then_decode
 from tests.vllm.engines.families.handover import NUM_TOKENS, Handover, Prompt, engine, handing_over
 from tests.vllm.engines.families.models import GRANITE_4_H
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from pdconn.tools.lab.client import prefill_then_decode
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
+from pdconn.tools.lab.lab_client import prefill_then_decode
 from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.spec import EngineSpec
 from tests.vllm.engines.families.drafters import (

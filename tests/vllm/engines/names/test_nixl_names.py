@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import Answer, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, make_prompts
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running

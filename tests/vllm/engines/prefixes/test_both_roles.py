@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from pdconn.tools.lab.model import write_model
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.proxy import running_proxy

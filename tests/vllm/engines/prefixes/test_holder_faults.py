@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import Client, lend_prefix, prefill_only
-from pdconn.tools.lab.compare import Answer, compare, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts
 from pdconn.tools.lab.engine import Engine, wait_ready
+from pdconn.tools.lab.lab_client import Client, lend_prefix, prefill_only
 from pdconn.vllm.pulls.patience import LEAST_S
 from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside

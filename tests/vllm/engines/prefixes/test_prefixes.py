@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.config import ProxyConfig
 from pdconn.router.prefix.hashing import NOTHING
-from pdconn.router.pulls.pull import PullEnd
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.pulls.pull_outcome import PullEnd
+from pdconn.router.router_server import Running, running_proxy
 from pdconn.router.routing.routed_request import Outcome
-from pdconn.router.server import Running, running_proxy
-from pdconn.tools.lab.client import Client, lend_prefix, prefill_only, prefill_then_decode
-from pdconn.tools.lab.compare import compare, make_prompts
+from pdconn.tools.lab.compare_answers import compare, make_prompts
+from pdconn.tools.lab.lab_client import Client, lend_prefix, prefill_only, prefill_then_decode
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
 from tests.vllm.engines.engines import PdPair

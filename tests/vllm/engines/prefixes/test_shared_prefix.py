@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_only
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from tests.vllm.engines.families.handover import Handover, Prompt, engine, handing_over
 from tests.vllm.engines.families.models import GEMMA_4, GPT_OSS, Family
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.compare_answers import compare
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 from pdconn.tools.lab.spec import EngineSpec

@@ -22,11 +22,11 @@ import zmq.asyncio
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet.member import Member, Role
+from pdconn.router.prefix.block_index import Pod
 from pdconn.router.prefix.groups import GroupSpec, Needs
 from pdconn.router.prefix.hashing import Extras, HashScheme
-from pdconn.router.prefix.index import Pod
-from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import SERVED_NAME, EngineSpec
 from tests.forked.engines import running

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.tools.lab.client import Client
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 from tests.forked.engines import running
 from tests.vllm.engines.engines import Configuration, cache_beside, engine

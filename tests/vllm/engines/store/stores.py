@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import Answer, make_prompts
+from pdconn.tools.lab.compare_answers import Answer, make_prompts
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.spec import EngineSpec
 from tests.vllm.engines.engines import Configuration, Prompt, engine
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import compare
+from pdconn.tools.lab.compare_answers import compare
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.store.stores import (

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pdconn.store.format.row import decode_footer
-from pdconn.tools.lab.client import Client
-from pdconn.tools.lab.compare import Mismatch, compare, make_prompts
+from pdconn.tools.lab.compare_answers import Mismatch, compare, make_prompts
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_only
 from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_client import Client, prefill_only
 from pdconn.tools.lab.lab_errors import RequestRefused
 from tests.forked.engines import running
 from tests.vllm.engines.engines import (

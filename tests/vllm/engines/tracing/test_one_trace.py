@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import make_prompts
+from pdconn.tools.lab.compare_answers import make_prompts
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
 from pdconn.tools.lab.proxy import running_proxy
 from tests.forked.engines import running
 from tests.router.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, receiving

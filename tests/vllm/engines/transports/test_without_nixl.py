@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.tools.lab.client import Client, prefill_then_decode
-from pdconn.tools.lab.compare import Answer
+from pdconn.tools.lab.compare_answers import Answer
 from pdconn.tools.lab.engine import Engine
-from pdconn.tools.lab.keeper import descendants
+from pdconn.tools.lab.lab_client import Client, prefill_then_decode
+from pdconn.tools.lab.process_keeper import descendants
 from tests.vllm.engines.engines import (
     MAX_TOKENS,
     Configuration,

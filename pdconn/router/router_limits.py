@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdconn.router.fleet import registry, sources
+from pdconn.router.fleet import engine_registry, sources
 from pdconn.router.handover import abandoned, ticket_return
 from pdconn.router.routing import tokenize
 
@@ -26,7 +26,7 @@ class Limits:
 
     ready_pause_s: float = 0.5
     fleet_interval_s: float = sources.INTERVAL_S
-    first_backoff_s: float = registry.FIRST_BACKOFF_S
+    first_backoff_s: float = engine_registry.FIRST_BACKOFF_S
     patience_s: float = abandoned.PATIENCE_S
     most_ticket_returns: int = ticket_return.MOST_RETURNS
     last_returns_s: float = 4.0

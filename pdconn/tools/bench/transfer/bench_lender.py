@@ -34,7 +34,7 @@ from pdconn.tools.bench.transfer.control import (
 from pdconn.tools.bench.transfer.mooncake import Mooncake
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import allocated, extent
-from pdconn.tools.lab.keeper import die_with_parent
+from pdconn.tools.lab.process_keeper import die_with_parent
 from pdconn.tools.output.progress_line import LogStep
 from transport import TransportError
 from transport.closing import Closing
@@ -146,7 +146,7 @@ class LocalLender(Closing):
         with theirs:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdconn.tools.bench.transfer.lender", str(fd)],
+                [sys.executable, "-m", "pdconn.tools.bench.transfer.bench_lender", str(fd)],
                 pass_fds=[fd],
                 env=env,
                 start_new_session=True,

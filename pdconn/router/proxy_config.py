@@ -5,8 +5,8 @@
     OPTIONS ──► parser, --help, docs/cli.md, what SIGHUP reads again
        └──────► ProxyConfig.from_options(...) ──► records by subject, each checked once it is built
 
-Fields are declared with :mod:`pdconn.router.options`.  The command line is checked in the order
-of the records and of their fields.
+Fields are declared with :mod:`pdconn.router.router_options`.  The command line is checked in the
+order of the records and of their fields.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any, Self, get_type_hints
 
 from pdconn.router.access.cors import check_origin
-from pdconn.router.access.tls import ServerTls
+from pdconn.router.access.listener_tls import ServerTls
 from pdconn.router.admission import listener, places
-from pdconn.router.errors import BadSetting
 from pdconn.router.fleet import health, loads
 from pdconn.router.fleet.member import Role, engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
-from pdconn.router.options import (
+from pdconn.router.prefix.hashing import ALGORITHMS, BadScheme, HashScheme
+from pdconn.router.prefix.score import DEFAULT_WEIGHTS
+from pdconn.router.router_errors import BadSetting
+from pdconn.router.router_options import (
     CheckedSettings,
     RouterOption,
     Unfit,
@@ -35,8 +37,6 @@ from pdconn.router.options import (
     seconds,
     switch,
 )
-from pdconn.router.prefix.hashing import ALGORITHMS, BadScheme, HashScheme
-from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing import tokenize
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware
 from pdconn.router.tracing.spans import Tracing

@@ -23,8 +23,8 @@ from functools import partial
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdconn.router.access.keys import ApiKeys, EngineKey
-from pdconn.router.access.tls import ServerTls
+from pdconn.router.access.api_keys import ApiKeys, EngineKey
+from pdconn.router.access.listener_tls import ServerTls
 from pdconn.router.admin.admin_app import AdminApp
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.probes import Probes
@@ -35,23 +35,23 @@ from pdconn.router.admission.server_log import ServerLog
 from pdconn.router.app import RouterApp
 from pdconn.router.assembly import make_handover, make_router
 from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
-from pdconn.router.fleet.client import EngineClient
+from pdconn.router.fleet.engine_client import EngineClient
+from pdconn.router.fleet.engine_registry import EngineRegistry, FleetFollower
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry, FleetFollower
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.fleet.warm_up import FleetWarmUp
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.tries import EngineTries
-from pdconn.router.limits import LIMITS, Limits
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.requests import Route, parse_body
+from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
+from pdconn.router.router_errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
+from pdconn.router.router_limits import LIMITS, Limits
+from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy
 from pdconn.router.routing.routed_request import RoutedRequest

@@ -20,7 +20,7 @@ from prometheus_client.samples import Sample
 from pdconn.router.fleet.prometheus_page import all_samples
 from pdconn.router.openai.bodies import lend_params
 from pdconn.router.openai.event_stream import DONE, event_data
-from pdconn.tools.lab.compare import Answer
+from pdconn.tools.lab.compare_answers import Answer
 from pdconn.tools.lab.lab_errors import RequestRefused
 from pdconn.tools.lab.spec import SERVED_NAME
 from pdconn.tools.openai.completions import (

@@ -28,12 +28,12 @@ from pdconn.router.admission.connections import Dropped
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.exposition import add_process, render
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.labels import RequestEnd
 from pdconn.router.metric_table import METRICS, DecisionKind, ReportedTokens, TicketEnd
 from pdconn.router.openai.requests import Route
-from pdconn.router.pulls.pull import PrefixPull, PullEnd
+from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Decision
 from pdconn.router.routing.routed_request import (
     Decided,

@@ -34,9 +34,9 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from pdconn.router.errors import Busy
 from pdconn.router.fleet.engine_sockets import EngineSockets
 from pdconn.router.openai.requests import OF_THE_ANSWER, keep_end_to_end
+from pdconn.router.router_errors import Busy
 
 #: vLLM's server closes an idle connection after 5 s (``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``).  The router
 #: closes it first; otherwise some requests would be written into a connection that is just closing,

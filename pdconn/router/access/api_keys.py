@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pdconn.router.access.middlewares import PROBES
-from pdconn.router.errors import BadSetting, Unauthorized
 from pdconn.router.openai.requests import KEY_HEADER
+from pdconn.router.router_errors import BadSetting, Unauthorized
 from pdconn.sidechannel.credentials import SecurityError, read_private
 
 OPTION = "--api-key-file"

@@ -191,6 +191,24 @@ class FrameFaults:
         return [DelayedFrame(self._last_due, copy) for copy in copies]
 
 
+@dataclass(frozen=True, slots=True)
+class FaultDraws:
+    """The faults of all connections of a relay, as its seed determines them.
+
+    Every connection and direction draws from ``Random(f"{seed}/{connection}/{direction}")``:
+    ``connection`` counts from 0, ``direction`` is ``there`` or ``back``.
+    """
+
+    faults: MessageFaults
+    seed: int
+    hold_s: float = HOLD_S
+
+    def for_direction(self, connection: int, direction: str, counts: Counter[str]) -> FrameFaults:
+        """The faults of one direction of one connection."""
+        rng = Random(f"{self.seed}/{connection}/{direction}")
+        return FrameFaults(self.faults, rng, counts, self.hold_s)
+
+
 class FrameCutter:
     """Splits a byte stream into frames, lengths included, without loss or checks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from pdconn.router.errors import BadSetting
+from pdconn.router.router_errors import BadSetting
 from pdconn.sidechannel.credentials import SecurityError, read_private
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -50,12 +50,11 @@ class OpenCase(Closing):
         mooncake: bool = False,
     ) -> None:
         self.workload = workload
-        self._with_mooncake = mooncake
         self.path = path
         self._control = control
         self._stack = ExitStack()
         try:
-            self._open()
+            self._open(with_mooncake=mooncake)
         except BaseException:
             self._stack.close()
             raise
@@ -107,7 +106,7 @@ class OpenCase(Closing):
 
     # Opening
 
-    def _open(self) -> None:
+    def _open(self, *, with_mooncake: bool) -> None:
         workload = self.workload
         opened = self._ask(
             Open(
@@ -115,36 +114,34 @@ class OpenCase(Closing):
                 workload.lent[0].num_blocks,
                 workload.sources(),
                 self.path.name,
-                self._with_mooncake,
+                with_mooncake,
             )
         )
         self._stack.callback(self._shut)
-        ours = workload.ours()
         self._arena = self._stack.enter_context(
-            BenchMemory(extent(ours), huge_pages=self.path.huge_pages)
+            BenchMemory(extent(workload.ours()), huge_pages=self.path.huge_pages)
         )
-        self._ours = allocated(
-            workload.decode, workload.rank, workload.taken[0].num_blocks, self._arena
-        )
+        ours = allocated(workload.decode, workload.rank, workload.taken[0].num_blocks, self._arena)
         self._transport: Transport = self._stack.enter_context(
             self.path.open_transport("bench-reader")
         )
         self._transport.register([self._arena.memory])
         self._remote = {one.rank: Memory(one.base, one.nbytes) for one in opened.lent}
-        self._theirs = workload.theirs()  # also of ranks that are not read, at fictional addresses
+        theirs = workload.theirs()  # also of ranks that are not read, at fictional addresses
         for one in opened.lent:
-            self._theirs[one.rank] = one.references
+            theirs[one.rank] = one.references
         peers = {one.rank: self._transport.connect(one.address) for one in opened.lent}
         self._moves = Mover(self._transport, peers)
         self._stack.callback(self._moves.close)
         self._lender_facts = opened.facts
-        self._mooncake = self._open_mooncake() if opened.mooncake else None
-        self._mooncake_address = opened.mooncake
-        self._plan()
+        self._plan(ours, theirs, opened.mooncake)
 
-    def _plan(self) -> None:
+    def _plan(
+        self, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], mooncake: str
+    ) -> None:
+        """Plan every method; ``mooncake`` is the address of the lender's, if it has one."""
         workload = self.workload
-        pairing = workload.pairing(self._ours, self._theirs)
+        pairing = workload.pairing(ours, theirs)
         wanted = [
             (need, tables.lists)
             for need, tables in zip(workload.needs(), workload.lent, strict=True)
@@ -162,8 +159,9 @@ class OpenCase(Closing):
             Method.RAW: lambda: moves.read_planned(Method.RAW, raw, pause_s),
             Method.MEMCPY: self._copy,
         }
-        if self._mooncake is not None:
-            self._measures[Method.MOONCAKE] = self._read_mooncake
+        if mooncake:
+            rival = self._open_mooncake()
+            self._measures[Method.MOONCAKE] = lambda: self._read_mooncake(rival, mooncake)
         if workload.requests > 1:
             self._measures[Method.ALONE] = lambda: moves.pull(Method.ALONE, pairing, wanted[:1])
 
@@ -194,12 +192,11 @@ class OpenCase(Closing):
         rival.register_memory(self._arena.memory)
         return rival
 
-    def _read_mooncake(self) -> Sample:
-        assert self._mooncake is not None
+    def _read_mooncake(self, rival: Mooncake, address: str) -> Sample:
         nbytes, runs, began = 0, 0, steady()
         for reads in self._planned:
             for _, spans in reads:
-                self._mooncake.read_spans(self._mooncake_address, spans)
+                rival.read_spans(address, spans)
                 nbytes += spans.total_bytes
                 runs += len(spans)
         return Sample(Method.MOONCAKE, nbytes, runs, steady() - began)

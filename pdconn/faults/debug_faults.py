@@ -4,12 +4,12 @@
      "reads": {"delay": 0.1, "delay_s": 0.5, "corrupt": 0.01},
      "messages": {"drop": 0.05, "skip": 2}}
 
-``reads`` injects faults into reads of KV (``transport.faulty``); ``messages`` into frames of
-the side channel in both directions (``pdconn.faults.frames``).  Probabilities are per read and
+``reads`` injects faults into reads of KV (``transport.faulty``); ``messages`` into frames of the
+side channel in both directions (``pdconn.faults.frame_faults``).  Probabilities are per read and
 per frame, from 0 to 1, default 0; ``delay_s`` is in seconds, default 0.1.  Answers can be wrong
 with ``corrupt`` reads, and with ``corrupt`` messages without a secret or TLS: a Welcome with one
-flipped bit in an offset still decodes.  ``kill`` ends the process; all other faults cost only
-time or requests.
+flipped bit in an offset still decodes.  ``kill`` ends the process; all other faults cost only time
+or requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from pdconn.faults.frames import MessageFaults
+from pdconn.faults.frame_faults import MessageFaults
 from transport.errors import did_you_mean
 from transport.fault_schedule import FaultError, check_count
 from transport.faulty import ReadFaults

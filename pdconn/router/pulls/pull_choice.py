@@ -25,9 +25,9 @@ MOST_LENT = 4
 LEAST_PATIENCE_S = 0.05
 """Least time for a holder to answer, however little a pull gains."""
 BOLD = 1.0
-"""Standard errors by which a pull is assumed to be faster than expected: trying it gives data,"""
+"""Standard errors by which a pull is assumed faster than expected, since trying it gives data."""
 GAIN = 0.97
-"""and it is chosen if it then takes at most this fraction of the time."""
+"""Largest part of the time without a pull that a chosen pull may take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The declaration of a router option: a row of the table in :mod:`pdconn.router.config`.
+"""The declaration of a router option: a row of the table in :mod:`pdconn.router.proxy_config`.
 
 The table consists of the fields of its records.  A field declares everything about its option::
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pdconn.router.errors import BadSetting
+from pdconn.router.router_errors import BadSetting
 
 _ROW = "option"
 

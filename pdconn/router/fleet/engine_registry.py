@@ -30,14 +30,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
-from pdconn.router.errors import EngineFailure
 from pdconn.router.fleet.member import Member, Role, merged
+from pdconn.router.router_errors import EngineFailure
 
 MOST_IN_A_ROW = 3
 """Small, but above 1: one failure may be the request's own, and a client could repeat it."""
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 15.0
-"""Rest times in seconds, as between two probes of an engine that is down."""
+"""Bounds of a rest, as of the pauses between two probes of an engine that is down."""
 LONGEST_NAMED_S = 60.0
 """Maximum of ``Retry-After``: no header removes an engine for good."""
 
