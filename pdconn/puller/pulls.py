@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState, ToLender
-from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import NO_GAPS, Gaps, Moved, Need, Plan
+from pdconn.planning.planning_errors import PlanningError
 from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError, TicketError
 from pdconn.protocol.messages import Checksum, FromReader, PullReply, Reader

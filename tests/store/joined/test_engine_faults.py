@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.errors import RowMissing, ShelfFailure
+from pdconn.store.store_errors import RowMissing, ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, prompt
