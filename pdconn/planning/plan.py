@@ -32,8 +32,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pdconn.planning.errors import BlockOutOfRange, Incompatible, PlanningError, TooManyRuns
-from pdconn.planning.runs import (
+from pdconn.planning.plan_runs import (
     FEW_RUNS,
     AlikeTemplates,
     Located,
@@ -41,6 +40,12 @@ from pdconn.planning.runs import (
     alike,
     few_spans,
     many_spans,
+)
+from pdconn.planning.planning_errors import (
+    BlockOutOfRange,
+    Incompatible,
+    PlanningError,
+    TooManyRuns,
 )
 from pdconn.planning.template import I64, Template, build_templates, match_pieces
 from pdconn.protocol.ticket import BlockList

@@ -34,7 +34,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.planning.errors import Incompatible
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.compat import Difference
 from registration.references import (
     AttentionKind,

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
-from pdconn.integrity.reader import Checks
+from pdconn.integrity.checks import Checks
 from pdconn.lifecycle.peer import TRANSITIONS, PeerState
 from pdconn.lifecycle.pull import Pull
-from pdconn.planning.errors import Incompatible, PlanningError
 from pdconn.planning.plan import NO_GAPS, Gaps, Pairing, Plan
+from pdconn.planning.planning_errors import Incompatible, PlanningError
 from pdconn.protocol.compat import trait_differences, traits_digest
 from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (

@@ -33,8 +33,8 @@ from pdconn.lifecycle.pull import (
     PullState,
     ToLender,
 )
-from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import NO_GAPS, Moved, Need, Plan
+from pdconn.planning.planning_errors import PlanningError
 from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError, TicketError
 from pdconn.protocol.messages import Checksum, FromReader, PullReply, Reader

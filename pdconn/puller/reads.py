@@ -25,8 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pdconn.integrity.checks import Expected
 from pdconn.integrity.memory import AnyMemory
-from pdconn.integrity.reader import Expected
 from pdconn.integrity.zeros import fill_with_zeros
 from pdconn.planning.plan import NO_GAPS, Gaps
 from pdconn.protocol.proof import PieceSum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdconn.integrity.reader import Checks, Corrupted, Expected
+from pdconn.integrity.checks import Checks, Corrupted, Expected
 from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.peer import PeerState
 from pdconn.planning.plan import Need

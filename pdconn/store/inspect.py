@@ -24,13 +24,13 @@ from pathlib import Path
 import msgspec
 
 from pdconn.store.budget.accounts import Accounts, Usage, recorded_usage
-from pdconn.store.errors import StoreError
-from pdconn.store.format.prompt import can_resume, pieces
+from pdconn.store.format.prompt_rows import can_resume, pieces
 from pdconn.store.format.row import NO_KEY, RowKind, RowName, StoreLayout
-from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.folders import LAYOUT_FILE, is_namespace
+from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.open import place_of
+from pdconn.store.store_errors import StoreError
 from pdconn.store.verify import footer_of
 from transport.errors import FieldError, did_you_mean, shown
 

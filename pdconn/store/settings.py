@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from pdconn.store.errors import StoreSettingError
+from pdconn.store.store_errors import StoreSettingError
 from transport.errors import did_you_mean
 
 WINDOW_EVERY = ("auto", "all", "last")

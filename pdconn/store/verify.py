@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.format.row import (
     ALIGNMENT,
     TAIL_NBYTES,
@@ -30,7 +29,8 @@ from pdconn.store.format.row import (
     footer_nbytes,
     num_slabs_of,
 )
-from pdconn.store.shelf.base import Shelf, StoredRow
+from pdconn.store.shelf.interface import Shelf, StoredRow
+from pdconn.store.store_errors import RowDamaged, RowMissing, ShelfFailure
 
 _AT_ONCE = 32 << 20
 """Bytes of a row that are in memory at a time, unless one slab is larger."""

@@ -17,8 +17,8 @@ from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import Place, parse_places
 from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface
 from pdconn.sidechannel.security import Security, SecurityError
-from pdconn.store.errors import StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
+from pdconn.store.store_errors import StoreSettingError
 from pdconn.vllm.nixl.keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
 from pdconn.vllm.values import (
     OUR_LAYOUT,

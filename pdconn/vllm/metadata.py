@@ -19,7 +19,7 @@ from pdconn.protocol.compat import DRAFT, UNPROVEN, WEIGHTS, proofs_in
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ClaimOutcome, Command
-from pdconn.store.commands import StoreCommand, StoreResult
+from pdconn.store.rank_commands import StoreCommand, StoreResult
 from pdconn.vllm.blocks.partial import PartialBlocks, joined
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdconn.protocol.messages import RefusalReason
 from pdconn.puller.commands import PullRecord
-from pdconn.vllm.store.metrics import STORE_COUNTERS, STORE_GAUGES
+from pdconn.vllm.store.store_metrics import STORE_COUNTERS, STORE_GAUGES
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
 _BYTES = [2.0 ** (10 + i) for i in range(1, 25, 2)]

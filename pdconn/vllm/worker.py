@@ -25,8 +25,8 @@ from pdconn.puller.peers import Rank
 from pdconn.puller.thread import NO_RESULTS, Puller, PullResults
 from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.commands import FailLoad, Fetch, FetchResult, LoadRows
 from pdconn.store.rank.store import RankStore
+from pdconn.store.rank_commands import FailLoad, Fetch, FetchResult, LoadRows
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.blocks.arrangement import arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references

@@ -2,7 +2,7 @@
 
 allocate   allocates tensors, and makes the layers' views and the references
 named      the same in a layout that vLLM names, such as BHLNC
-layouts    decides where every layer's pages go, before a byte is allocated
+placement  decides where every layer's pages go, before a byte is allocated
 layers     what each layer needs: its pages, by group
 contents   what a page can hold: attention tensors, opaque tensors, recurrent states
 strided    one tensor with named axes, in some memory order
@@ -16,8 +16,8 @@ from registration.allocation.contents import (
     StateTensors,
 )
 from registration.allocation.layers import GroupPages, LayerPages, LayerRefused
-from registration.allocation.layouts import HeadMajor, HeadMajorRefused, RowOrder
 from registration.allocation.named import allocate_in, attention_in
+from registration.allocation.placement import HeadMajor, HeadMajorRefused, RowOrder
 from registration.allocation.strided import Axis, LayerView
 
 __all__ = [

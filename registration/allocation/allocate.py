@@ -5,7 +5,7 @@ one run per layer and block; if the layers of a block lie side by side, it is on
 per block.  So memory is allocated by block and handed to the layers as views:
 
     describe   GroupPages of LayerPages          what each layer needs (layers, contents)
-    decide     plan_allocations                  where each layer's pages go (layouts)
+    decide     plan_allocations                  where each layer's pages go (placement)
     do         allocate                          tensors, views, references (here)
 
 The views have the layers' own shapes and memory orders with larger strides, so a kernel
@@ -22,7 +22,7 @@ from math import prod
 import torch
 
 from registration.allocation.layers import GroupPages, LayerRefused
-from registration.allocation.layouts import (
+from registration.allocation.placement import (
     AllocationPlan,
     HeadMajor,
     HeadMajorRefused,

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.format.row import RowName
-from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
+from pdconn.store.shelf.interface import Buffer, StoredPart, StoredRow
+from pdconn.store.store_errors import RowDamaged, RowMissing, ShelfFailure
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class MemoryRows:
 
 
 class MemoryShelf:
-    """One thread's way to :class:`MemoryRows`; see :class:`pdconn.store.shelf.base.Shelf`."""
+    """One thread's way to :class:`MemoryRows`; see :class:`pdconn.store.shelf.interface.Shelf`."""
 
     def __init__(self, shared: MemoryRows) -> None:
         self._shared = shared
@@ -62,7 +62,7 @@ class MemoryShelf:
         """Fill each buffer from its offset in the row.
 
         Raises:
-            RowMissing, RowDamaged: see :class:`pdconn.store.shelf.base.Shelf`.
+            RowMissing, RowDamaged: see :class:`pdconn.store.shelf.interface.Shelf`.
         """
         with self._shared.lock:
             row = self._shared.rows.get((namespace, name))

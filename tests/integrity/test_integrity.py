@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from pdconn.integrity.checks import Checks, Corrupted, Expected
 from pdconn.integrity.lent import LentSums, NotSummed, lent_sums
 from pdconn.integrity.memory import AnyMemory, Cells, HostMemory, collected
-from pdconn.integrity.reader import Checks, Corrupted, Expected
 from pdconn.integrity.sums import (
     SAMPLED_ONE_IN,
     Grain,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.planning.errors import BlockOutOfRange, MissingBlock, PlanningError
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.planning_errors import BlockOutOfRange, MissingBlock, PlanningError
 from pdconn.protocol.ticket import BlockList
 from tests.fakes.pair import NUM_BLOCKS, Cache
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pdconn.planning import runs
+from pdconn.planning import plan_runs as runs
 from pdconn.planning.plan import Need, Pairing, Plan
 from pdconn.protocol.ticket import BlockList
 from tests.throughput import planning as bench

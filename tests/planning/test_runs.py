@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdconn.planning.plan import Need, Pairing, Plan
-from pdconn.planning.runs import FEW_RUNS, AlikeTemplates, alike
+from pdconn.planning.plan_runs import FEW_RUNS, AlikeTemplates, alike
 from registration.references import (
     AttentionKind,
     GroupMemory,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pdconn.planning.plan import Gaps, Need
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.format.prompt import rows_needed
+from pdconn.store.format.prompt_rows import rows_needed
 from pdconn.store.format.row import (
     RowKind,
     RowLayout,

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from pdconn.integrity.checks import Checks, Corrupted, Expected
 from pdconn.integrity.lent import LentSums, lent_sums
 from pdconn.integrity.memory import U8, Cells, gathered
-from pdconn.integrity.reader import Checks, Corrupted, Expected
 from pdconn.integrity.sums import I64, UNIT_TOKENS, Terms
-from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan
+from pdconn.planning.planning_errors import PlanningError
 from pdconn.planning.template import Piece, build_templates, match_pieces
 from pdconn.protocol.proof import NOTHING
 from registration.references import AttentionKind, KVCacheReferences

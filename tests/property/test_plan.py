@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdconn.planning import plan as plans
-from pdconn.planning import runs
-from pdconn.planning.errors import PlanningError
+from pdconn.planning import plan_runs as runs
 from pdconn.planning.plan import Pairing, Plan
+from pdconn.planning.planning_errors import PlanningError
 from pdconn.planning.template import Piece, build_templates, match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from pdconn.planning.errors import MissingBlock, PlanningError
-from pdconn.store.format.prompt import pieces
+from pdconn.planning.planning_errors import MissingBlock, PlanningError
+from pdconn.store.format.prompt_rows import pieces
 from pdconn.store.format.row import store_layout
 from registration.references import AttentionKind
 from tests.property.scale import drawn

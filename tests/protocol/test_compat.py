@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.lender.server import Lender
-from pdconn.planning.compare import compare
+from pdconn.planning.comparison import compare
 from pdconn.protocol.compat import (
     DRAFT,
     UNPROVEN,

@@ -13,8 +13,8 @@ from pdconn.lender.server import Lender, LenderBroken
 from pdconn.lifecycle.lease import MAX_PULLS
 from pdconn.lifecycle.peer import PeerState
 from pdconn.planning import plan as planning
-from pdconn.planning.errors import TooManyRuns
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.planning_errors import TooManyRuns
 from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.limits import MAX_GROUPS, MAX_MESSAGES, MAX_TEXT

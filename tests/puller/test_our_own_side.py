@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdconn.integrity.reader import Expected
+from pdconn.integrity.checks import Expected
 from pdconn.lender.sessions import LenderSessions
 from pdconn.lifecycle.pull import Patience, Pull, PullState
 from pdconn.protocol.messages import ChecksumRequest, ChecksumUnavailable, Claim, Reader, Refused

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from pdconn.store.engine.lookups import Fitting, ShareSizes
-from pdconn.store.format.prompt import rows_needed
+from pdconn.store.format.prompt_rows import rows_needed
 from tests.property.scale import drawn
 from tests.store.format.test_boundaries import SIZE, World, layout, section, worlds
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdconn.store.errors import RowDamaged
 from pdconn.store.format.row import Footer, RowName, encode_footer
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.store_errors import RowDamaged
 from pdconn.store.verify import RowState, check_row, footer_of
 from tests.tools.cli.stored_rows import BLOCK, NAMESPACE, file_of, full, prompt, save
 

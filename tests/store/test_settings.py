@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.errors import FormatError, StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.obj.bucket import BucketPlace
 from pdconn.store.shelf.open import SHELF_FILE, keep_place, open_shelf, place_of
+from pdconn.store.store_errors import FormatError, StoreSettingError
 from tests.store.shelves.plain_rows import payload, row_name, save
 
 OBJ = {"root": "/mnt/kv", "capacity": "1GiB", "shelf": "obj", "bucket": "rows/kv"}

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdconn.store.format.prompt import find_boundary, pieces, rows_needed
+from pdconn.store.format.prompt_rows import find_boundary, pieces, rows_needed
 from pdconn.store.format.row import RowKind, Section, StoreLayout, store_layout
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side

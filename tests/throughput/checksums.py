@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pdconn.integrity.checks import Checks
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
-from pdconn.integrity.reader import Checks
 from pdconn.integrity.sums import Terms
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList

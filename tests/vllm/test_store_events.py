@@ -16,7 +16,7 @@ from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.subscriber import EventSource
 from pdconn.router.prefix.hashing import NOTHING
 from pdconn.router.prefix.kv_events import decode_batch
-from pdconn.store.format.prompt import Chain
+from pdconn.store.format.prompt_rows import Chain
 from pdconn.store.format.row import Layer, RowKind, RowLayout, RowName, Section, StoreLayout
 from registration.references import AttentionKind
 

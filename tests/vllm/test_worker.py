@@ -13,7 +13,7 @@ import pytest
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ClaimTicket, Command, ReadBlocks
-from pdconn.store.commands import LoadRows
+from pdconn.store.rank_commands import LoadRows
 from pdconn.vllm.config import read_settings
 from tests.fakes.pair import Pair
 from tests.fakes.stream_points import Point
@@ -82,6 +82,8 @@ class Posted:
 
     def post(self, command: Command, after: Any = None) -> None:
         self.after[type(command).__name__] = after
+
+    post_command = post
 
 
 @pytest.mark.parametrize("speculates", [True, False])

@@ -43,10 +43,10 @@ from pdconn.store.budget.locks import (
     open_ours,
     try_lock,
 )
-from pdconn.store.errors import ShelfFailure, StoreError
 from pdconn.store.format.row import RowKind, RowName, checksum
-from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.folders import is_writer, listed, read_whole, regular
+from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
+from pdconn.store.store_errors import ShelfFailure, StoreError
 
 log = logging.getLogger(__name__)
 

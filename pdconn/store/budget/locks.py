@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.folders import ABSENT, make_private, open_regular, regular
+from pdconn.store.store_errors import ShelfFailure
 
 LOCK_WAIT_S = 30.0
 """How long a lock is waited for: its holder may list a large root, or be stopped."""

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 
 from pdconn.store.budget.accounts import Accounts, Usage
 from pdconn.store.budget.row_tree import Place, RowTree
-from pdconn.store.errors import StoreError
 from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_nbytes
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.folders import FolderId, folder_id
+from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
+from pdconn.store.store_errors import StoreError
 from pdconn.threads import AmountBox
 
 log = logging.getLogger(__name__)

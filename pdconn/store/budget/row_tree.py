@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import StoredRow
+from pdconn.store.shelf.interface import StoredRow
 
 Place = tuple[str, RowName]
 _Key = tuple[str, bytes]

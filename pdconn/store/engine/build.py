@@ -10,8 +10,7 @@ from functools import partial
 from itertools import pairwise
 
 from pdconn.store.budget.root_budget import HEADROOM, RootBudget
-from pdconn.store.commands import OpenStore
-from pdconn.store.engine.keeper import (
+from pdconn.store.engine.keeper_thread import (
     Budget,
     Committer,
     KeeperCommand,
@@ -29,9 +28,8 @@ from pdconn.store.engine.lookups import (
     ShareSizes,
 )
 from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
-from pdconn.store.engine.scheduler import StoreScheduler
-from pdconn.store.errors import FormatError
-from pdconn.store.format.prompt import Spacing, pieces
+from pdconn.store.engine.store_scheduler import StoreScheduler
+from pdconn.store.format.prompt_rows import Spacing, pieces
 from pdconn.store.format.row import (
     RowKind,
     StoreLayout,
@@ -40,10 +38,12 @@ from pdconn.store.format.row import (
     row_sizes,
     share_layout,
 )
+from pdconn.store.rank_commands import OpenStore
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.folders import keep_layout
+from pdconn.store.shelf.interface import Shelf
 from pdconn.store.shelf.open import open_shelf
+from pdconn.store.store_errors import FormatError
 from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheGroupReference, KVCacheReferences
 

@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdconn.sidechannel.quiet_log import QuietLog
-from pdconn.store.errors import StoreError
-from pdconn.store.format.prompt import Chain, IsThere, find_boundary, rows_needed
+from pdconn.store.format.prompt_rows import Chain, IsThere, find_boundary, rows_needed
 from pdconn.store.format.row import RowKind, RowName, StoreLayout, aligned
 from pdconn.store.settings import REPEAT_S
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.interface import Shelf
+from pdconn.store.store_errors import StoreError
 from pdconn.threads import Box, ThreadDied, Worker
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from typing import Any
 
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows, StoreCommand
-from pdconn.store.engine.keeper import (
+from pdconn.store.engine.keeper_thread import (
     REPORTS_AT_ONCE,
     KeeperCommand,
     KeeperReport,
@@ -39,8 +38,9 @@ from pdconn.store.engine.lookups import (
     RowsFailed,
     ShareSizes,
 )
-from pdconn.store.format.prompt import Chain, Spacing, can_resume, pieces
+from pdconn.store.format.prompt_rows import Chain, Spacing, can_resume, pieces
 from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_kind
+from pdconn.store.rank_commands import SaveFailed, SaveResult, SaveRow, SaveRows, StoreCommand
 from pdconn.threads import AmountBox, Box, ThreadDied, Worker
 from registration.references import AttentionKind, KVCacheGroupReference
 

@@ -51,7 +51,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from pdconn.store.errors import FormatError, RowDamaged
+from pdconn.store.store_errors import FormatError, RowDamaged
 from registration.references import (
     AttentionKind,
     KVCacheDataReference,

@@ -39,8 +39,6 @@ from numpy.typing import NDArray
 
 from pdconn.planning.plan import Gaps, Need, Pairing
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.commands import OpenStore
-from pdconn.store.errors import FormatError, RowDamaged
 from pdconn.store.format.row import (
     ALIGNMENT,
     RowKind,
@@ -55,6 +53,8 @@ from pdconn.store.format.row import (
     row_kind,
     share_layout,
 )
+from pdconn.store.rank_commands import OpenStore
+from pdconn.store.store_errors import FormatError, RowDamaged
 from registration.references import (
     AttentionKind,
     KVCacheDataReference,
@@ -102,7 +102,7 @@ class RowPairing:
 
         Args:
             need: it ends at a boundary.
-            rows: those that :func:`~pdconn.store.format.prompt.rows_needed` names for this
+            rows: those that :func:`~pdconn.store.format.prompt_rows.rows_needed` names for this
                 kind, anywhere in host memory.
 
         Yields:

@@ -32,17 +32,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.commands import (
-    DropFetch,
-    FailLoad,
-    Fetch,
-    FetchResult,
-    LoadRows,
-    OpenStore,
-    SaveRows,
-    StoreCommand,
-    StoreResult,
-)
 from pdconn.store.format.row import RowName
 from pdconn.store.rank.copies import HostArea, copies_of
 from pdconn.store.rank.shares import OpenedRank
@@ -69,8 +58,19 @@ from pdconn.store.rank.tasks import (
     refused_read,
     unsaved,
 )
+from pdconn.store.rank_commands import (
+    DropFetch,
+    FailLoad,
+    Fetch,
+    FetchResult,
+    LoadRows,
+    OpenStore,
+    SaveRows,
+    StoreCommand,
+    StoreResult,
+)
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.interface import Shelf
 from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheReferences
 from transport import Device

@@ -31,10 +31,13 @@ from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
 from pdconn.integrity.zeros import fill_with_zeros
-from pdconn.planning.errors import PlanningError
+from pdconn.planning.planning_errors import PlanningError
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.commands import (
+from pdconn.store.format.row import RowKind, checksum, encode_note, failed_note, row_nbytes
+from pdconn.store.rank.copies import Copies, HostArea
+from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
+from pdconn.store.rank_commands import (
     Fetch,
     LoadRows,
     SaveFailed,
@@ -42,12 +45,9 @@ from pdconn.store.commands import (
     SaveRow,
     SaveRows,
 )
-from pdconn.store.errors import RowDamaged, RowMissing, StoreError
-from pdconn.store.format.row import RowKind, checksum, encode_note, failed_note, row_nbytes
-from pdconn.store.rank.copies import Copies, HostArea
-from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
 from pdconn.store.settings import REPEAT_S
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.interface import Shelf
+from pdconn.store.store_errors import RowDamaged, RowMissing, StoreError
 from pdconn.threads import Box
 from transport import Spans
 from transport.streams import StreamPoint

@@ -24,8 +24,8 @@ import secrets
 import stat
 from collections.abc import Callable
 
-from pdconn.store.errors import FormatError, ShelfFailure
 from pdconn.store.format.row import RowKind, RowName, StoreLayout
+from pdconn.store.store_errors import FormatError, ShelfFailure
 
 ROOT_VERSION = 1
 """Of the folders above; the rows have a version of their own."""

@@ -8,10 +8,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Literal
 
-from pdconn.store.errors import RowDamaged, ShelfFailure, StoreError
-from pdconn.store.shelf.base import Buffer
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.shelf.interface import Buffer
 from pdconn.store.shelf.transfer import FileTransfer, address_of
+from pdconn.store.store_errors import RowDamaged, ShelfFailure, StoreError
 from transport.errors import TransportError, TransportUnavailable
 from transport.nixl.files import NixlFiles
 

@@ -11,12 +11,12 @@ import secrets
 
 import msgspec
 
-from pdconn.store.errors import FormatError, StoreSettingError
 from pdconn.store.settings import SHELVES, StoreSettings
-from pdconn.store.shelf.base import Shelf
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.folders import failure, read_whole, unlink_quietly, write_whole
+from pdconn.store.shelf.interface import Shelf
 from pdconn.store.shelf.obj.bucket import BucketPlace
+from pdconn.store.store_errors import FormatError, StoreSettingError
 
 SHELF_FILE = "shelf.json"
 

@@ -33,9 +33,9 @@ from typing import Literal
 
 import numpy as np
 
-from pdconn.store.errors import RowDamaged
 from pdconn.store.format.row import ALIGNMENT
-from pdconn.store.shelf.base import Buffer
+from pdconn.store.shelf.interface import Buffer
+from pdconn.store.store_errors import RowDamaged
 
 log = logging.getLogger(__name__)
 

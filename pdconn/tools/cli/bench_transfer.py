@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pdconn.planning.errors import PlanningError
+from pdconn.planning.planning_errors import PlanningError
 from pdconn.tools.bench.bench_errors import BadOption, BenchError
 from pdconn.tools.bench.interrupts import held_interrupts
 from pdconn.tools.bench.manifest import manifest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdconn.planning.compare import Comparison, compare
+from pdconn.planning.comparison import Comparison, compare
 from pdconn.protocol.compat import Difference
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Described, check_geometry

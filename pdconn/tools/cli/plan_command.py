@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdconn.planning.errors import PlanningError
-from pdconn.store.errors import StoreError
+from pdconn.planning.planning_errors import PlanningError
+from pdconn.store.store_errors import StoreError
 from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish, tokens
 from pdconn.tools.cli.stdout import terminal_width
 from pdconn.tools.cli.store.planned_store import configure_store, forecast_stored

@@ -5,7 +5,7 @@ until every rank has read them, since vLLM frees window blocks while a request r
 when it ends.  A reset of the prefix cache, which may come with new weights, unpins them at once and
 gives later rows another namespace; what was being saved is not committed.
 
-:mod:`pdconn.store.engine.scheduler` decides what to load and what to save, without vLLM.
+:mod:`pdconn.store.engine.store_scheduler` decides what to load and what to save, without vLLM.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdconn.protocol.ticket import trimmed
-from pdconn.store.commands import StoreCommand, StoreResult
 from pdconn.store.engine.build import build_scheduler
-from pdconn.store.engine.scheduler import StoreScheduler
-from pdconn.store.errors import FormatError
+from pdconn.store.engine.store_scheduler import StoreScheduler
 from pdconn.store.format.row import StoreLayout, store_layout
+from pdconn.store.rank_commands import StoreCommand, StoreResult
 from pdconn.store.settings import StoreSettings
+from pdconn.store.store_errors import FormatError
 from pdconn.vllm.blocks.partial import PartialBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
@@ -35,9 +35,9 @@ from pdconn.vllm.patches.cache_resets import watch_resets
 from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
 from pdconn.vllm.patches.pool.state_blocks import end_pass_at
 from pdconn.vllm.scheduler_part import Matched, SchedulerPart
+from pdconn.vllm.store.boundary_states import StateGroups
 from pdconn.vllm.store.events import StoreEvents, event_groups
-from pdconn.vllm.store.keys import extras_of, has_keys, namespace_of, salted
-from pdconn.vllm.store.states import StateGroups
+from pdconn.vllm.store.row_keys import extras_of, has_keys, namespace_of, salted
 from registration.references import KVCacheReferences
 from transport.errors import shown
 

@@ -25,9 +25,9 @@ import pytest
 from pdconn.store.budget import accounts, root_budget
 from pdconn.store.budget.accounts import Accounts, read_account, read_count
 from pdconn.store.budget.root_budget import RootBudget
-from pdconn.store.errors import ShelfFailure, StoreError
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import StoredPart, StoredRow
+from pdconn.store.shelf.interface import StoredPart, StoredRow
+from pdconn.store.store_errors import ShelfFailure, StoreError
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.forest import NAMESPACES, needs, row_of
 

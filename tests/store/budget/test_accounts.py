@@ -21,9 +21,9 @@ from pdconn.store.budget.accounts import (
     parse_news,
     recorded_usage,
 )
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.row import RowKind
-from pdconn.store.shelf.base import StoredPart, StoredRow
+from pdconn.store.shelf.interface import StoredPart, StoredRow
+from pdconn.store.store_errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import SIZES, stored
 

@@ -11,7 +11,7 @@ import pytest
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.root_budget import Allowance
-from pdconn.store.errors import ShelfFailure
+from pdconn.store.store_errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 
 CAPACITY = 1 << 20

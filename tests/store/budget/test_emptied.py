@@ -14,8 +14,8 @@ import pytest
 from pdconn.store.budget import locks
 from pdconn.store.budget.accounts import Accounts, HeldWriter, read_account
 from pdconn.store.budget.root_budget import Allowance, Evictor
-from pdconn.store.errors import ShelfFailure
-from pdconn.store.shelf.base import StoredPart
+from pdconn.store.shelf.interface import StoredPart
+from pdconn.store.store_errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import SIZES, stored
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pdconn.store.budget.accounts import recorded_usage
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from tests.store.joined.rig import FakeEngine
 
 CAPACITY = 40 * (36 << 10)

@@ -10,9 +10,9 @@ import pytest
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.root_budget import LISTING_S, Evictor
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import StoredPart, StoredRow
+from pdconn.store.shelf.interface import StoredPart, StoredRow
+from pdconn.store.store_errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.forest import row_of
 from tests.store.budget.roots import SIZES

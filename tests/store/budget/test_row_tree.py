@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdconn.store.budget.row_tree import Place, RowTree, _Order
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import StoredRow
+from pdconn.store.shelf.interface import StoredRow
 from tests.store.budget.forest import NAMESPACES, needs, row_of
 
 Step = tuple[str, Place, float]

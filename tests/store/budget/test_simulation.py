@@ -22,7 +22,7 @@ from pdconn.store.budget.accounts import (
 )
 from pdconn.store.budget.row_tree import RowTree
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
 from pdconn.threads import AmountBox
 from tests.store.budget.roots import SimulatedEngine, Wrong, simulate
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.budget.accounts import Accounts, recorded_usage
-from pdconn.store.errors import ShelfFailure
-from pdconn.store.shelf.base import StoredPart
+from pdconn.store.shelf.interface import StoredPart
+from pdconn.store.store_errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.budget.roots import stored
 

@@ -14,11 +14,11 @@ import pytest
 
 from pdconn.store.budget import locks, root_budget
 from pdconn.store.budget.accounts import Accounts, recorded_usage
-from pdconn.store.engine import keeper
-from pdconn.store.format.prompt import Chain
+from pdconn.store.engine import keeper_thread as keeper
+from pdconn.store.format.prompt_rows import Chain
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import prompt
 from tests.store.shelves.system import mounted

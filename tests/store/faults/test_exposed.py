@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.errors import FormatError
 from pdconn.store.settings import read_store_settings
 from pdconn.store.shelf import folders
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.store_errors import FormatError
 from pdconn.tools.doctor.local.store_folder import judge_store, read_store
 from tests.store.shelves.plain_rows import payload, row_name, save
 from tests.store.shelves.system import in_child

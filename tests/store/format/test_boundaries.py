@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from pdconn.store.format import prompt as prompt_module
-from pdconn.store.format.prompt import Spacing, can_resume, find_boundary, pieces, rows_needed
+from pdconn.store.format import prompt_rows as prompt_module
+from pdconn.store.format.prompt_rows import Spacing, can_resume, find_boundary, pieces, rows_needed
 from pdconn.store.format.row import Layer, RowKind, RowLayout, Section, StoreLayout
 from registration.references import AttentionKind
 from tests.property.scale import drawn

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.store.errors import RowDamaged
 from pdconn.store.format import row as row_module
 from pdconn.store.format.row import (
     ALIGNMENT,
@@ -25,6 +24,7 @@ from pdconn.store.format.row import (
     joined,
     num_slabs_of,
 )
+from pdconn.store.store_errors import RowDamaged
 
 U64_MAX = 2**64 - 1
 keys = st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES)

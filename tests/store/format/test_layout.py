@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.errors import FormatError
 from pdconn.store.format.row import (
     ALIGNMENT,
     RowKind,
@@ -18,6 +17,7 @@ from pdconn.store.format.row import (
     share_layout,
     store_layout,
 )
+from pdconn.store.store_errors import FormatError
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side
 

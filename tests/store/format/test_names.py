@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.store.errors import FormatError
-from pdconn.store.format import prompt as prompt_module
-from pdconn.store.format.prompt import Chain
+from pdconn.store.format import prompt_rows as prompt_module
+from pdconn.store.format.prompt_rows import Chain
 from pdconn.store.format.row import KEY_NBYTES, NO_KEY, RowKind, RowName
+from pdconn.store.store_errors import FormatError
 
 SIZE = 4
 tokens_of = st.lists(st.integers(0, 2**32 - 1), max_size=5 * SIZE + 1)

@@ -17,13 +17,13 @@ import numpy as np
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.commands import StoreCommand
 from pdconn.store.engine.build import build_scheduler, groups_of
-from pdconn.store.engine.keeper import Budget
+from pdconn.store.engine.keeper_thread import Budget
 from pdconn.store.format.row import StoreLayout, store_layout
 from pdconn.store.rank.store import RankStore
+from pdconn.store.rank_commands import StoreCommand
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.interface import Shelf
 from pdconn.store.shelf.open import open_shelf
 from registration.references import (
     AttentionKind,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.commands import FetchResult, SaveResult
-from pdconn.store.format.prompt import Chain
+from pdconn.store.format.prompt_rows import Chain
 from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.rank_commands import FetchResult, SaveResult
 from pdconn.store.settings import StoreSettings
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import PATIENCE_S, FakeEngine, Model

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.engine import keeper
-from pdconn.store.errors import RowMissing, ShelfFailure
+from pdconn.store.engine import keeper_thread
+from pdconn.store.store_errors import RowMissing, ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, prompt
@@ -86,7 +86,7 @@ def test_a_shelf_that_fails_in_any_call_costs_no_request(call: str, error: Excep
 
 @pytest.mark.parametrize("call", ["write", "notes", "commit"])
 def test_after_a_failure_rows_are_saved_again(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "_FAULT_S", 0.05)
+    monkeypatch.setattr(keeper_thread, "_FAULT_S", 0.05)
     rows, tokens = MemoryRows(), prompt(3, 300)
     left = [3]
 

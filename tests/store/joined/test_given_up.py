@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.store.commands import SaveRow
-from pdconn.store.engine import keeper
-from pdconn.store.engine.keeper import NOTES_S, Committer, SaveBatch
+from pdconn.store.engine import keeper_thread as keeper
+from pdconn.store.engine.keeper_thread import NOTES_S, Committer, SaveBatch
 from pdconn.store.engine.lookups import Catalogue
 from pdconn.store.format.row import RowKind, RowName, checksum, encode_note, row_nbytes
-from pdconn.store.shelf.base import Shelf, StoredPart
+from pdconn.store.rank_commands import SaveRow
+from pdconn.store.shelf.interface import Shelf, StoredPart
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.tools.cli.stored_rows import LAYOUT, prompt
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.engine.keeper import Committer, KeeperCommand, KeeperLoop, KeeperReport
+from pdconn.store.engine.keeper_thread import Committer, KeeperCommand, KeeperLoop, KeeperReport
 from pdconn.store.engine.lookups import Catalogue, ShareSizes
 from pdconn.store.engine.saves import MAX_WAITING, Keeper
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import Shelf
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.shelf.interface import Shelf
+from pdconn.store.store_errors import ShelfFailure
 from pdconn.threads import Box, ThreadDied, Worker
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, until_ready

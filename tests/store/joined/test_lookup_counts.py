@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import Buffer
+from pdconn.store.shelf.interface import Buffer
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, engine, prompt

@@ -19,7 +19,7 @@ from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.root_budget import Evictor
 from pdconn.store.format.row import row_nbytes
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.threads import AmountBox
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready

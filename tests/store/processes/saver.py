@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdconn.store.budget.root_budget import RootBudget
-from pdconn.store.errors import StoreError
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import StoredPart
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.shelf.interface import StoredPart
+from pdconn.store.store_errors import StoreError
 from tests.store.budget.forest import row_of
 
 PAGE = 4096

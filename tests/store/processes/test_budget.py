@@ -23,7 +23,7 @@ import pytest
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.format.row import RowKind
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from tests.store.processes.saver import PAGE
 
 CAPACITY = 120 * PAGE

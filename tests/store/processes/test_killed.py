@@ -12,9 +12,9 @@ import pytest
 
 from pdconn.store.budget.accounts import recorded_usage
 from pdconn.store.engine.build import build_scheduler  # noqa: F401 - what the child has, too
-from pdconn.store.format.prompt import Chain, find_boundary
+from pdconn.store.format.prompt_rows import Chain, find_boundary
 from pdconn.store.format.row import RowKind
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.verify import RowState, check_rows
 from tests.store.joined.rig import FakeEngine, until_ready
 from tests.store.processes.dying import (

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.commands import (
+from pdconn.store.format.prompt_rows import Chain, rows_needed
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, store_layout
+from pdconn.store.rank.store import RankStore
+from pdconn.store.rank_commands import (
     Fetch,
     FetchResult,
     LoadRows,
@@ -26,9 +29,6 @@ from pdconn.store.commands import (
     StoreCommand,
     StoreResult,
 )
-from pdconn.store.format.prompt import Chain, rows_needed
-from pdconn.store.format.row import RowKind, RowName, StoreLayout, store_layout
-from pdconn.store.rank.store import RankStore
 from pdconn.store.settings import StoreSettings
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side, expected, expected_gaps

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from pdconn.store.commands import OpenStore, SaveRow
-from pdconn.store.errors import RowDamaged, RowMissing
 from pdconn.store.format.row import Footer, RowName, decode_note, encode_footer, joined
+from pdconn.store.rank_commands import OpenStore, SaveRow
+from pdconn.store.store_errors import RowDamaged, RowMissing
 
 Hook = Callable[..., None]
 

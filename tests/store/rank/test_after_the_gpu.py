@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from pdconn.store.commands import LoadRows
+from pdconn.store.rank_commands import LoadRows
 from tests.fakes.stream_points import Point
 from tests.store.rank.engines import BLANK, Shape, StoredEngine
 from tests.store.rank.shelves import Rows

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.store.commands import DropFetch, FailLoad, Fetch, FetchResult, LoadRows
-from pdconn.store.errors import RowMissing, ShelfFailure
 from pdconn.store.format.row import RowName, decode_footer, encode_footer
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
+from pdconn.store.rank_commands import DropFetch, FailLoad, Fetch, FetchResult, LoadRows
+from pdconn.store.store_errors import RowMissing, ShelfFailure
 from tests.store.rank.engines import (
     BLANK,
     OTHER,

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock
 from pdconn.planning.plan import Need
+from pdconn.planning.planning_errors import BlockOutOfRange, Incompatible, MissingBlock
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.errors import FormatError
 from pdconn.store.format.row import ALIGNMENT, RowLayout, StoreLayout, share_layout
 from pdconn.store.rank import shares as shares_module
 from pdconn.store.rank.shares import RowPairing
+from pdconn.store.store_errors import FormatError
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side
 from transport import Spans

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
-from pdconn.store.errors import RowDamaged, ShelfFailure
 from pdconn.store.format.row import decode_note
 from pdconn.store.rank.store import WRITER
+from pdconn.store.rank_commands import SaveFailed, SaveResult, SaveRow, SaveRows
+from pdconn.store.store_errors import RowDamaged, ShelfFailure
 from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine, fa, wa
 from tests.store.rank.shelves import Rows, ok
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdconn.store.commands import SaveResult
 from pdconn.store.rank import copies
 from pdconn.store.rank.copies import HostArea
 from pdconn.store.rank.tasks import SwitchedOff, TaskLoop, TaskReport, TaskReports
+from pdconn.store.rank_commands import SaveResult
 from pdconn.threads import Box, Worker
 
 PATIENCE_S = 30.0

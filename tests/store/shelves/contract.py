@@ -23,8 +23,8 @@ from typing import ClassVar
 
 import pytest
 
-from pdconn.store.errors import RowDamaged, RowMissing
 from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.store_errors import RowDamaged, RowMissing
 from tests.store.shelves.part_laws import NoteLaws, PartLaws
 from tests.store.shelves.plain_rows import (
     MIB,

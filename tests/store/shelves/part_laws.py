@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pdconn.store.errors import RowMissing, StoreError
+from pdconn.store.store_errors import RowMissing, StoreError
 from tests.store.shelves.plain_rows import (
     PAGE,
     OpenShelf,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.interface import Shelf
 
 OpenShelf = Callable[[], Shelf]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdconn.store.errors import RowDamaged
 from pdconn.store.format.row import (
     Footer,
     RowName,
@@ -16,7 +15,8 @@ from pdconn.store.format.row import (
     footer_nbytes,
     joined,
 )
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.interface import Shelf
+from pdconn.store.store_errors import RowDamaged
 from tests.store.shelves.plain_rows import PAGE, pages, payload
 
 SLABS = 4

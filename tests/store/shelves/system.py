@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.shelf import files, folders, transfer
+from pdconn.store.shelf import files_shelf as files
+from pdconn.store.shelf import folders, transfer
 
 _CALLS = (
     "open close fstat lstat read write preadv pwritev ftruncate link unlink"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.errors import ShelfFailure, StoreSettingError
 from pdconn.store.format.row import RowName
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.shelf.interface import Buffer, StoredPart, StoredRow
 from pdconn.store.shelf.open import open_shelf
+from pdconn.store.store_errors import ShelfFailure, StoreSettingError
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.shelves import contract
 from tests.store.shelves.contract import ShelfContract

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from tests.store.shelves.contract import ShelfContract
 from tests.store.shelves.plain_rows import PAGE, OpenShelf, load, payload, row_name, save
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdconn.store.shelf import transfer
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.transfer import RecentRows, cached_nbytes, file_runs
 from tests.store.shelves.plain_rows import MIB, PAGE, load, pages, payload, row_name, save
 from tests.store.shelves.system import System

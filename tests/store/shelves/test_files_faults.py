@@ -10,10 +10,11 @@ from types import ModuleType
 
 import pytest
 
-from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
-from pdconn.store.shelf import files, folders
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf import files_shelf as files
+from pdconn.store.shelf import folders
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.folders import open_root
+from pdconn.store.store_errors import RowDamaged, RowMissing, ShelfFailure
 from tests.store.shelves.plain_rows import MIB, PAGE, load, pages, payload, row_name, save
 from tests.store.shelves.real_rows import discard_all, save_row, verify, verify_all
 from tests.store.shelves.system import System, failing_at, mounted, open_files

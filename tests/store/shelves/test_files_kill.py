@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.errors import StoreError
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.store_errors import StoreError
 from tests.store.shelves.plain_rows import row_name
 from tests.store.shelves.real_rows import ROW_NBYTES, discard_all, save_row, verify_all
 from tests.store.shelves.system import System, in_child, in_small_process, killed_at

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.shelf import files
-from pdconn.store.shelf.files import FilesShelf, fallocate
+from pdconn.store.shelf import files_shelf as files
+from pdconn.store.shelf.files_shelf import FilesShelf, fallocate
 from tests.store.shelves.plain_rows import PAGE, load, pages, payload, row_name
 from tests.store.shelves.system import in_child, mounted
 

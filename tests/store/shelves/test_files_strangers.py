@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.errors import FormatError, RowMissing, ShelfFailure, StoreError
 from pdconn.store.shelf import folders
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.folders import open_root
+from pdconn.store.store_errors import FormatError, RowMissing, ShelfFailure, StoreError
 from tests.store.shelves.plain_rows import PAGE, at_once, load, names_of, pages, payload, row_name
 
 ROW, OTHER = row_name(1), row_name(2)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.store.errors import ShelfFailure
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.nixl_posix import NixlPosixShelf
+from pdconn.store.store_errors import ShelfFailure
 from tests.store.shelves.contract import ShelfContract
 from tests.store.shelves.plain_rows import OpenShelf, load, pages, payload, row_name, save
 

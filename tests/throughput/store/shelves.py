@@ -42,7 +42,7 @@ from pdconn.store.format.row import (
 from pdconn.store.rank.copies import HostArea
 from pdconn.store.rank.shares import RowShare
 from pdconn.store.rank.store import NUM_READERS
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.transfer import RecentRows
 from pdconn.tools.output.table import table
 from registration.references import AttentionKind

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdconn.store.format.prompt import Chain
+from pdconn.store.format.prompt_rows import Chain
 from pdconn.store.format.row import (
     Footer,
     RowKind,
@@ -21,7 +21,7 @@ from pdconn.store.format.row import (
     row_nbytes,
     store_layout,
 )
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.model_shape import LayerSort, ModelShape
 from registration.references import AttentionKind

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from pdconn.planning.errors import Incompatible
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.compat import Difference
 from pdconn.tools.cli import plan_command
 from pdconn.tools.cli.main import main

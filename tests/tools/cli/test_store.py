@@ -10,7 +10,7 @@ import pytest
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.tools.cli.main import main
 from tests.tools.cli.store_command import CHAIN, FA_NBYTES, WA_NBYTES, Run, asked, files
 from tests.tools.cli.stored_rows import BLOCK, NAMESPACE, file_of, full, prompt, save, windows

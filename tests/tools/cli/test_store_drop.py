@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.row import RowName
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.store_errors import ShelfFailure
 from tests.tools.cli.store_command import CHAIN, FA_NBYTES, WA_NBYTES, Run, asked, files, flip
 from tests.tools.cli.stored_rows import BLOCK, NAMESPACE, file_of, full, save, windows
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.errors import RowMissing, ShelfFailure
 from pdconn.store.format.row import RowName
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.store_errors import RowMissing, ShelfFailure
 from tests.tools.cli.store_command import CHAIN, FA_NBYTES, Run, asked, files, flip
 from tests.tools.cli.stored_rows import LAYOUT, NAMESPACE, file_of, full
 

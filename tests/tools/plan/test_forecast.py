@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.planning.errors import Incompatible
 from pdconn.planning.layouts import LAYOUTS
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.forecast import Forecast, forecast
 from pdconn.tools.plan.link import PRESETS, Link, parse_link

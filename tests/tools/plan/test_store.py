@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pdconn.store.errors import FormatError
-from pdconn.store.format.prompt import pieces
+from pdconn.store.format.prompt_rows import pieces
 from pdconn.store.format.row import RowLayout
+from pdconn.store.store_errors import FormatError
 from pdconn.tools.cli.main import main
 from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.hf.config_json import model_shape

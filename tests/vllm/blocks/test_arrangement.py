@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
-from pdconn.planning.errors import Incompatible
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.compat import Difference, trait_differences
 from pdconn.protocol.limits import MAX_TEXT
 from pdconn.protocol.messages import RankGeometry, Welcome

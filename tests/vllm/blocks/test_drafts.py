@@ -23,8 +23,8 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.transformers_utils.model_arch_config_convertor import Gemma4ModelArchConfigConvertor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, MLAAttentionSpec
 
-from pdconn.planning.errors import Incompatible
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.compat import trait_differences
 from pdconn.protocol.ticket import BlockList
 from pdconn.vllm.blocks.arrangement import Unit

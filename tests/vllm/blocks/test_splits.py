@@ -18,8 +18,8 @@ import vllm.config  # noqa: F401 - before its parts, which import each other
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pdconn.planning.errors import Incompatible, PlanningError
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.planning_errors import Incompatible, PlanningError
 from pdconn.protocol.ticket import BlockList, trimmed
 from pdconn.store.format.row import store_layout
 from pdconn.vllm.blocks import geometry

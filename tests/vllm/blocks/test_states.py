@@ -21,8 +21,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from pdconn.planning.errors import Incompatible
 from pdconn.planning.plan import Need, Pairing
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.ticket import BlockList
 from pdconn.vllm.blocks import states
 from pdconn.vllm.blocks.states import state_chunks

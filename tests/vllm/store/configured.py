@@ -10,7 +10,7 @@ from typing import Any
 from pdconn.protocol.compat import DRAFT, WEIGHTS
 from pdconn.store.format.row import store_layout
 from pdconn.vllm.identity.weights import engine_weights
-from pdconn.vllm.store.keys import namespace_of
+from pdconn.vllm.store.row_keys import namespace_of
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.layouts import layout_memory
 

@@ -12,8 +12,8 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from pdconn.store.format.prompt import Chain
-from pdconn.vllm.store.keys import extras_of
+from pdconn.store.format.prompt_rows import Chain
+from pdconn.vllm.store.row_keys import extras_of
 
 DIGEST = "ab" * 32
 

@@ -20,11 +20,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.config import MultiModalConfig
 
-    from pdconn.vllm.store.keys import _Plain
+    from pdconn.vllm.store.row_keys import _Plain
 
 from pdconn.tools.lab.model import write_model
 from pdconn.vllm.identity.files import weights_digest
-from pdconn.vllm.store.keys import namespace_of, salted
+from pdconn.vllm.store.row_keys import namespace_of, salted
 from tests.vllm.store.configured import TRAITS, config, layout, named, proven
 
 

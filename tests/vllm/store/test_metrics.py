@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdconn.vllm.store.metrics import STORE_COUNTERS, STORE_GAUGES
+from pdconn.vllm.store.store_metrics import STORE_COUNTERS, STORE_GAUGES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdconn.store.errors import FormatError
 from pdconn.store.format.row import Layer, RowKind, RowLayout, Section, StoreLayout
+from pdconn.store.store_errors import FormatError
 from registration.references import AttentionKind
 from tests.fakes.memory_shelf import MemoryRows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm.store import storing as storing_module
+    from pdconn.vllm.store.boundary_states import StateGroups
     from pdconn.vllm.store.events import event_groups
-    from pdconn.vllm.store.states import StateGroups
     from pdconn.vllm.store.storing import SavePins
     from tests.vllm.store.state_rig import BLOCK, StateEngine, StateShape
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pdconn.store.breaker import Breaker
-from pdconn.store.errors import ShelfFailure, StoreError
+from pdconn.store.store_errors import ShelfFailure, StoreError
 from transport.errors import TransportError
 
 _CONNECT_S, _ANSWER_S = 2, 4

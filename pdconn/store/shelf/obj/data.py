@@ -14,8 +14,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.obj.bucket import Bucket
+from pdconn.store.store_errors import ShelfFailure
 from transport.errors import TransportError, TransportUnavailable
 from transport.nixl.objects import NixlObjects
 

@@ -13,7 +13,7 @@
 So each root accounts for what it wrote, and a bucket holds at most the capacities of its roots.
 An entry is a sparse file as long as the row: listing, use and accounts are those of files.  The
 objects of a process that was killed are found by the records beside its parts
-(:mod:`pdconn.store.shelf.obj.parts`).
+(:mod:`pdconn.store.shelf.obj.part_records`).
 """
 
 from __future__ import annotations
@@ -24,25 +24,13 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.format.row import RowName
-from pdconn.store.shelf.base import Buffer
-from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.folders import failure, object_of, regular
+from pdconn.store.shelf.interface import Buffer
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.data import BucketData
-from pdconn.store.shelf.obj.index import (
-    MOST_NBYTES,
-    MOST_OBJECTS,
-    Extent,
-    Inline,
-    PieceFinder,
-    RowIndex,
-    data_key,
-    decode_index,
-    encode_index,
-)
-from pdconn.store.shelf.obj.parts import (
+from pdconn.store.shelf.obj.part_records import (
     ENTRY_NBYTES,
     INTENT,
     CommitRecord,
@@ -54,7 +42,19 @@ from pdconn.store.shelf.obj.parts import (
     read_entry,
     read_write,
 )
+from pdconn.store.shelf.obj.row_index import (
+    MOST_NBYTES,
+    MOST_OBJECTS,
+    Extent,
+    Inline,
+    PieceFinder,
+    RowIndex,
+    data_key,
+    decode_index,
+    encode_index,
+)
 from pdconn.store.shelf.open import keep_place
+from pdconn.store.store_errors import RowDamaged, RowMissing, ShelfFailure
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from pdconn.store.errors import FormatError, StoreError
 from pdconn.store.format.row import StoreLayout
 from pdconn.store.inspect import (
     InspectError,
@@ -20,7 +19,8 @@ from pdconn.store.inspect import (
     rows_older_than,
     summarize,
 )
-from pdconn.store.shelf.base import Shelf, StoredRow
+from pdconn.store.shelf.interface import Shelf, StoredRow
+from pdconn.store.store_errors import FormatError, StoreError
 from pdconn.store.verify import CheckedRow, RowState, check_rows
 from pdconn.tools.cli.common_options import BadArgument, configure_json, publish
 from pdconn.tools.cli.store.store_report import (

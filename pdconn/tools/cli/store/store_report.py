@@ -8,7 +8,7 @@ from typing import Any
 
 from pdconn.store.budget.accounts import Usage
 from pdconn.store.inspect import NamespaceSummary, RootSummary, RowAmount
-from pdconn.store.shelf.base import StoredRow
+from pdconn.store.shelf.interface import StoredRow
 from pdconn.store.verify import CheckedRow, RowState
 from pdconn.tools.output.columns import Column, cells, document, headings, text_table
 from pdconn.tools.output.table import table

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from pdconn.planning.compare import compare
-from pdconn.planning.errors import Incompatible
+from pdconn.planning.comparison import compare
 from pdconn.planning.plan import Pairing
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Described, check_geometry
 from pdconn.puller.warmup import Place

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from pdconn.store.errors import FormatError
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.folders import check_private
+from pdconn.store.store_errors import FormatError
 from pdconn.tools.doctor.findings import Finding, fault, note
 from pdconn.tools.doctor.local.host_limits import sized
 

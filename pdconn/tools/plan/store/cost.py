@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pdconn.store.engine.lookups import Fitting, ShareSizes
 from pdconn.store.engine.saves import Saving, rows_to_save
-from pdconn.store.format.prompt import Chain, Spacing, find_boundary, pieces, rows_needed
+from pdconn.store.format.prompt_rows import Chain, Spacing, find_boundary, pieces, rows_needed
 from pdconn.store.format.row import (
     KEY_NBYTES,
     RowKind,

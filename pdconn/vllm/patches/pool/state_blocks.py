@@ -2,9 +2,9 @@
 
 With prefix caching (``align``) a state is kept where a pass ends, in the block at that place of the
 request's table, which is marked with the tokens that the state has seen; all others are holes, or
-are written over.  The store reads states there (:mod:`pdconn.vllm.store.states`), and asks for a
-pass to end where a prompt parts from those that it has saved.  vLLM has no hook for that; it ends
-one where its own cache saw another prompt part, and is told the same way.
+are written over.  The store reads states there (:mod:`pdconn.vllm.store.boundary_states`), and has
+a pass end where a prompt parts from those that it has saved.  vLLM has no hook for that; it ends a
+pass where its own cache saw another prompt part, and the store sets the same field.
 
 Written: ``Request.shared_prefix_boundary``.
 Read: blocks by their place, and ``KVCacheManager.take_boundary_state_offloads``, which connectors

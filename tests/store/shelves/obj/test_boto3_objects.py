@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.obj import data as data_module
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.data import Boto3Objects, BucketData
+from pdconn.store.store_errors import ShelfFailure
 from tests.store.shelves.obj.test_nixl_objects import loads
 from tests.store.shelves.plain_rows import MIB, pages, payload
 from transport.errors import TransportUnavailable

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pdconn.store.budget.accounts import Accounts
-from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
-from pdconn.store.shelf.base import StoredPart, StoredRow
+from pdconn.store.shelf.interface import StoredPart, StoredRow
 from pdconn.store.shelf.obj.bucket import BucketPlace
+from pdconn.store.store_errors import RowDamaged, RowMissing, ShelfFailure
 from tests.store.shelves.contract import ShelfContract
 from tests.store.shelves.obj.s3_server import PATIENCE_S, S3Server
 from tests.store.shelves.obj.test_nixl_objects import loads

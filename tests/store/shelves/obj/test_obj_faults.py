@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import pytest
 
-from pdconn.store.errors import ShelfFailure, StoreError
 from pdconn.store.format.row import RowName
 from pdconn.store.shelf.obj import bucket as bucket_module
 from pdconn.store.shelf.obj import data as data_module
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.shelf import ObjShelf
+from pdconn.store.store_errors import ShelfFailure, StoreError
 from tests.store.shelves.obj.s3_server import Relay, S3Server
 from tests.store.shelves.plain_rows import PAGE, load, pages, payload, row_name, save
 

@@ -14,8 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.store.errors import RowDamaged, ShelfFailure
-from pdconn.store.shelf.obj.index import (
+from pdconn.store.shelf.obj.row_index import (
     MOST_OBJECTS,
     Extent,
     Inline,
@@ -24,6 +23,7 @@ from pdconn.store.shelf.obj.index import (
     decode_index,
     encode_index,
 )
+from pdconn.store.store_errors import RowDamaged, ShelfFailure
 
 NAME = "0123456789abcdef"
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pdconn.planning.errors import Incompatible
 from pdconn.planning.plan import Pairing
+from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.compat import NOTHING, Difference, trait_differences
 from pdconn.protocol.messages import Described
 from registration.references import KVCacheGroupReference, KVCacheReferences

@@ -16,10 +16,10 @@ import os
 
 import msgspec
 
-from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.folders import failure, open_regular, read_whole
-from pdconn.store.shelf.obj.index import RowIndex, data_key
+from pdconn.store.shelf.obj.row_index import RowIndex, data_key
+from pdconn.store.store_errors import ShelfFailure
 
 ENTRY_NBYTES = 4096
 """Room for the names of a row's objects in its file; no row is smaller: footers are pages."""

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pdconn.sidechannel.quiet_log import QuietLog
-from pdconn.store.commands import SaveRow
 from pdconn.store.engine.lookups import (
     Catalogue,
     Learnt,
@@ -37,7 +36,6 @@ from pdconn.store.engine.lookups import (
     RowsListed,
     RowsStored,
 )
-from pdconn.store.errors import RowDamaged, StoreError
 from pdconn.store.format.row import (
     Footer,
     RowKind,
@@ -48,8 +46,10 @@ from pdconn.store.format.row import (
     joined,
     row_sizes,
 )
+from pdconn.store.rank_commands import SaveRow
 from pdconn.store.settings import REPEAT_S
-from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
+from pdconn.store.store_errors import RowDamaged, StoreError
 from pdconn.threads import AmountBox, Box, ThreadDied
 
 log = logging.getLogger(__name__)

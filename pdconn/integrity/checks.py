@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from pdconn.integrity.memory import Cells, ReadMemory
 from pdconn.integrity.sums import I64, Grain, Terms, Units, counted, piece_sums, total
-from pdconn.planning.errors import MissingBlock
 from pdconn.planning.plan import Need, sub_blocks
+from pdconn.planning.planning_errors import MissingBlock
 from pdconn.planning.template import Piece, match_pieces
 from pdconn.protocol.proof import MAX_SHARES, NOTHING, ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList

@@ -28,9 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
-from pdconn.store.errors import RowMissing, ShelfFailure
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
 from pdconn.store.shelf.folders import (
     ABSENT,
     Folders,
@@ -47,7 +45,9 @@ from pdconn.store.shelf.folders import (
     unlink_quietly,
     write_whole,
 )
+from pdconn.store.shelf.interface import Buffer, StoredPart, StoredRow
 from pdconn.store.shelf.transfer import FileTransfer, recent_rows
+from pdconn.store.store_errors import RowMissing, ShelfFailure
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ ATTEMPTS = 4
 
 
 class FilesShelf:
-    """Rows below ``root``: a :class:`~pdconn.store.shelf.base.Shelf`.
+    """Rows below ``root``: a :class:`~pdconn.store.shelf.interface.Shelf`.
 
     Args:
         direct_io: O_DIRECT for ranges in whole pages: always, never, or for ``auto`` where it is

@@ -22,7 +22,7 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from pdconn.planning.errors import BlockOutOfRange, MissingBlock
+from pdconn.planning.planning_errors import BlockOutOfRange, MissingBlock
 from pdconn.planning.template import I64, Side, Template
 from pdconn.protocol.ticket import BlockList
 from transport import Device, Spans

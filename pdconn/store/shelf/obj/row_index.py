@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from pdconn.store.errors import RowDamaged, ShelfFailure
+from pdconn.store.store_errors import RowDamaged, ShelfFailure
 
 MOST_NBYTES = 16 << 20
 """Of an index."""

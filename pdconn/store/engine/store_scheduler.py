@@ -9,8 +9,9 @@
 Each try is a :class:`~pdconn.lifecycle.load.StoreLoad`; a request has three at most, since rows
 may be missing or damaged.
 
-All on the engine's thread, without system calls; look-ups, commits and the byte budget have
-threads of their own (:mod:`~pdconn.store.engine.lookups`, :mod:`~pdconn.store.engine.keeper`).
+All on the engine's thread, without system calls.  Look-ups, commits and the byte budget have
+threads of their own: :mod:`~pdconn.store.engine.lookups`,
+:mod:`~pdconn.store.engine.keeper_thread`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from pdconn.lifecycle.load import (
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.breaker import LoadPatience
-from pdconn.store.commands import (
+from pdconn.store.engine.lookups import Extras, Lookup, LookupAnswer, Lookups
+from pdconn.store.engine.saves import Keeper, RowBlocks, Save, Saves, Saving
+from pdconn.store.format.prompt_rows import Chain, Spacing, pieces
+from pdconn.store.format.row import RowKind, RowName, aligned
+from pdconn.store.rank_commands import (
     DropFetch,
     FailLoad,
     Fetch,
@@ -45,10 +50,6 @@ from pdconn.store.commands import (
     StoreCommand,
     StoreResult,
 )
-from pdconn.store.engine.lookups import Extras, Lookup, LookupAnswer, Lookups
-from pdconn.store.engine.saves import Keeper, RowBlocks, Save, Saves, Saving
-from pdconn.store.format.prompt import Chain, Spacing, pieces
-from pdconn.store.format.row import RowKind, RowName, aligned
 from pdconn.store.settings import StoreSettings
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdconn.store.errors import FormatError
+from pdconn.store.store_errors import FormatError
 from pdconn.vllm.blocks.kinds import is_state, layer_spec
 
 Offer = tuple[int, int, int]
