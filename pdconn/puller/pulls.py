@@ -78,7 +78,7 @@ class Measured:
     post_s: float = 0.0
     transfer_s: float = 0.0
 
-    def add(self, stats: ReadStats) -> None:
+    def note_read(self, stats: ReadStats) -> None:
         """One of the reads settled."""
         self.num_descriptors += stats.num_descriptors
         self.post_s = max(self.post_s, stats.post_s)
@@ -168,10 +168,10 @@ class PullEntry:
             known.moved, known.begins = plan.moved, plan.begins
             known.plan_began, known.plan_s = began, clock() - began
 
-    def settled(self, result: ReadSettled) -> list[Effect]:
+    def read_settled(self, result: ReadSettled) -> list[Effect]:
         """One of the reads is over; the machine hears of the last one."""
         self.reading -= 1
-        self.measured.add(result.settled.stats)
+        self.measured.note_read(result.settled.stats)
         if (error := result.settled.error) is not None:
             self.error = self.error or f"{type(error).__name__}: {error}"
         return [] if self.reading else self.machine.settled(self.error, result.at)
@@ -315,7 +315,7 @@ class Pulls:
         """Requests that are still in some table; 0 when all is quiet."""
         return len(self._entries) + len(self._by_pull)
 
-    def apply(self, command: Command) -> None:
+    def apply_command(self, command: Command) -> None:
         """Do what the engine asks for."""
         if isinstance(command, ClaimTicket):
             self._claim(command)
@@ -334,7 +334,7 @@ class Pulls:
 
     def _claim(self, command: ClaimTicket) -> None:
         request, ticket, now = command.request, command.ticket, self._clock()
-        peer = self.peers.to(PeerKey.of(ticket))
+        peer = self.peers.to(PeerKey.from_ticket(ticket))
         entry = PullEntry(
             request,
             Reader(command.pull, self._me.rank, self._me.of),
@@ -367,26 +367,26 @@ class Pulls:
             self._perform(entry, entry.machine.fail("cancelled", self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
 
-    def serve(self, peer: Peer) -> None:
+    def handle_readable(self, peer: Peer) -> None:
         """The peer's connection has something for us."""
-        self.peers.serve(peer)
+        self.peers.receive_from(peer)
         self._drain()
 
-    def flush(self, peer: Peer) -> None:
+    def handle_writable(self, peer: Peer) -> None:
         """Send what is due to the peer, whose connection has room again."""
-        self.peers.flush(peer)
+        self.peers.send_to(peer)
         self._drain()
 
     def finish_turn(self) -> float | None:
         """Tell the peers, plan one pull; both can wait for reports.  Returns the next deadline."""
         if self.peers.unsent:
-            self.peers.flush_all()
+            self.peers.send_to_all()
             self._drain()
         if self.unplanned:
             entry = self.unplanned.popleft()
             if entry.machine.state is PullState.CLAIMING and entry.plan is None:
                 entry.make_plan(self._clock)
-        return self.next_deadline()
+        return self.next_alarm()
 
     def _drain(self) -> None:
         """Handle what happened to peers until nothing is left: the only place that does."""
@@ -429,7 +429,7 @@ class Pulls:
         for entry in self._using(peer):
             self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
             reason = f"{peer.key}: {peer.reason}"
-            self._perform(entry, entry.machine.fail(reason, self._clock(), tell=False))
+            self._perform(entry, entry.machine.fail(reason, self._clock(), notify=False))
         if peer in self.warmup.followed:
             self.warmup.closed(peer)
         self._forget_peer_if_idle(peer)
@@ -457,12 +457,12 @@ class Pulls:
             effects = entry.machine.fail(f"refused, {message.why}: {message.detail}", now)
         self._perform(entry, effects)
 
-    def next_deadline(self) -> float | None:
+    def next_alarm(self) -> float | None:
         """When :meth:`tick` should run next, or None when only an event can matter."""
         alarms = (self._alarms.first(), self.warmup.alarm)
         return min((at for at in alarms if at is not None), default=None)
 
-    def tick(self, now: float) -> None:
+    def tick_due(self, now: float) -> None:
         """Tick the machines whose time has come."""
         if self.warmup.alarm is not None and self.warmup.alarm <= now:
             self.warmup.tick(now)
@@ -486,11 +486,11 @@ class Pulls:
             self._forget_peer_if_idle(entry.peer)
         return renews
 
-    def handle(self, result: JobResult) -> None:
+    def handle_result(self, result: JobResult) -> None:
         """A job that was posted is done."""
         tag = result.tag
         if isinstance(result, Connected):
-            self.peers.connected(result)
+            self.peers.rank_connected(result)
         elif isinstance(tag, ProbeRead):
             assert isinstance(result, ReadSettled)
             self.warmup.probed(tag, result)
@@ -503,10 +503,10 @@ class Pulls:
         self._drain()
 
     def _settled(self, entry: PullEntry, result: ReadSettled) -> None:
-        self._perform(entry, entry.settled(result))
+        self._perform(entry, entry.read_settled(result))
         if isinstance(error := result.settled.error, PeerLost | PeerUnknown):
             # Its side channel may be alive and well: say what is due before hanging up.
-            self.peers.flush(entry.peer)
+            self.peers.send_to(entry.peer)
             self.peers.close(entry.peer, str(error))
         self._forget_peer_if_idle(entry.peer)
 
@@ -567,7 +567,8 @@ class Pulls:
         """Have both sides sum what was read."""
         assert entry.need is not None
         try:
-            begun = entry.verification = self._verifier.begin(entry.peer, entry.ticket, entry.need)
+            begun = self._verifier.begin_check(entry.peer, entry.ticket, entry.need)
+            entry.verification = begun
         except CannotVerify as error:
             return entry.unverified(str(error), self._clock(), self.counts)
         entry.peer.outgoing += begun.requests(entry.ticket.request_id, entry.reader)
@@ -587,10 +588,10 @@ class Pulls:
 
     def _forget_peer_if_idle(self, peer: Peer) -> None:
         if peer.retired and not peer.pulls:
-            self.peers.flush(peer)
+            self.peers.send_to(peer)
             self.peers.close(peer, "no pull uses it any more")
         if peer.state is PeerState.CLOSED and not any(entry.reading for entry in self._using(peer)):
-            self.peers.forget(peer)
+            self.peers.forget_peer(peer)
 
     def _using(self, peer: Peer) -> Iterator[PullEntry]:
         """The peer's pulls; what ends one of them may end others on the way."""

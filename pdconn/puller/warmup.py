@@ -133,7 +133,7 @@ class PeerWarmup:
     def closed(self, peer: Peer) -> None:
         """A peer is of no use any more; its place rests, and is greeted again."""
         site = self.followed[peer]
-        known = self._peers.get(peer.key)
+        known = self._peers.find_peer(peer.key)
         if site.warmup.state is not WarmupState.GREETING:
             self._lost(site, peer.reason)
         elif peer.key.engine_id == self._engine_id:

@@ -99,7 +99,7 @@ class Lent:
         heapq.heappush(self._grants, (now + self._rtt_s, number, 1))
 
     def _tick(self, now: float) -> None:
-        """As ``pdconn.puller.pulls.Pulls.tick``."""
+        """As ``pdconn.puller.pulls.Pulls.tick_due``."""
         renews = [self._sent(now, number, pull.tick(now)) for number, pull in self._pulls.items()]
         if any(renews):
             self.frames.append(now)

@@ -49,7 +49,7 @@ def test_replies_before_the_message_that_closes_a_peer_count(rank: OneRank) -> N
     for request in ("of a", "too"):
         if request == "too":
             rank.claim(request, "a")
-        rank.pulls.apply(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
+        rank.pulls.apply_command(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
     rank.hear(
         "a",
         Refused(1, "of a", "of a", RefusalReason.EXPIRED, "the lease has expired"),
@@ -71,7 +71,7 @@ def test_a_connection_that_does_not_answer_a_claim_is_replaced(
     silent = rank.peer("a")
     rank.now += CLAIM_S
     with caplog.at_level("INFO"):
-        rank.pulls.tick(rank.now)
+        rank.pulls.tick_due(rank.now)
     assert "a pull was not answered in time while claiming" in caplog.text
     rank.claim("next", "a")
     assert rank.pulls._entries["next"].peer is not silent

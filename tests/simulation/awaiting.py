@@ -34,7 +34,7 @@ class AwaitingDecode(Decode):
         self.requests[name] = Request(number, ticket)
         self.granted[name] = set()
         for rank in self.ranks:
-            rank.pulls.apply(ClaimTicket(name, name, ticket, is_awaited=True))
+            rank.pulls.apply_command(ClaimTicket(name, name, ticket, is_awaited=True))
             rank.turn()
         if self.world.chance(self.world.chances.cancel):
             self.world.at(self.world.rng.expovariate(5.0), lambda: self._cancel(name))

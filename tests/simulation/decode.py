@@ -88,12 +88,12 @@ class DecodeRank:
         self._when_awake(self._turn)
 
     def _turn(self) -> None:
-        self.pulls.tick(self.clock())
+        self.pulls.tick_due(self.clock())
         self.pulls.finish_turn()
         while self.pulls.unplanned:
             self.pulls.finish_turn()
-        self._alarm.set(self.pulls.next_deadline(), self.turn)
-        outcome = PullResults.of(self.pulls.reports)
+        self._alarm.set(self.pulls.next_alarm(), self.turn)
+        outcome = PullResults.from_reports(self.pulls.reports)
         self.pulls.reports.clear()
         if outcome.records or outcome.failed or outcome.released or outcome.claims:
             for record in outcome.records:
@@ -106,14 +106,14 @@ class DecodeRank:
         self._when_awake(lambda: self._serve(peer))
 
     def _serve(self, peer: Peer) -> None:
-        self.pulls.serve(peer)
+        self.pulls.handle_readable(peer)
         self.turn()
 
     def _post(self, job: Job) -> None:
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._carry_out(job)))
 
     def _carry_out(self, job: Job) -> None:
-        self.reading.do(job)
+        self.reading.do_job(job)
         self.poll()
 
     def poll(self) -> None:
@@ -121,7 +121,7 @@ class DecodeRank:
         self._when_awake(self._poll)
 
     def _poll(self) -> None:
-        while self.reading.post() | self.reading.poll():
+        while self.reading.post_chunk() | self.reading.poll_reads():
             pass
 
     def _answer(self, answer: JobResult) -> None:
@@ -130,7 +130,7 @@ class DecodeRank:
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
     def _hear(self, answer: JobResult) -> None:
-        self.pulls.handle(answer)
+        self.pulls.handle_result(answer)
         self.turn()
 
 
@@ -175,7 +175,7 @@ class Decode:
         self._pulls += 1
         self.requests[name] = Request(number, ticket)
         for rank in self.ranks:
-            rank.pulls.apply(ClaimTicket(name, name, ticket))
+            rank.pulls.apply_command(ClaimTicket(name, name, ticket))
             rank.turn()
         self.world.at(self.world.lag() * 10, lambda: self._schedule(name))
         if self.world.chance(self.world.chances.cancel):
@@ -205,7 +205,7 @@ class Decode:
         request.waiting = set(range(len(self.ranks)))
         need = Need.of(0, request.ticket.num_tokens, (BlockList(0, request.blocks),))
         for rank in self.ranks:
-            rank.pulls.apply(ReadBlocks(name, need))
+            rank.pulls.apply_command(ReadBlocks(name, need))
             rank.turn()
 
     def _cancel(self, name: str) -> None:
@@ -215,7 +215,7 @@ class Decode:
         request.cancelled = True
         self.world.counts["cancelled"] += 1
         for rank in self.ranks:
-            rank.pulls.apply(CancelPull(name))
+            rank.pulls.apply_command(CancelPull(name))
             rank.turn()
         if not request.blocks:  # it was queueing, and will not be reported
             del self.requests[name]

@@ -84,7 +84,7 @@ class Laws:
             for rank in decode.ranks:
                 self._require(rank.pulls.num_open == 0, f"law 5: {decode.name} has open pulls")
                 self._require(len(rank.reading) == 0, f"law 5: {decode.name} has open reads")
-                alarm = rank.pulls.next_deadline()
+                alarm = rank.pulls.next_alarm()
                 self._require(alarm is None, f"law 5: {decode.name} has alarms")
                 warmup, places = rank.pulls.warmup, len(rank.pulls.warmup._sites)
                 self._require(warmup.num_warm == places, f"law 5: {decode.name} is cold")

@@ -291,7 +291,7 @@ class ClientAdmission:
 
     def changed(self, connection: ClientConnection) -> None:
         """A connection stalls, idles or is served now."""
-        self._control.observe(connection, connection.stalls, self._time())
+        self._control.note_stall(connection, connection.stalls, self._time())
         if connection.is_idle and connection in self._control:
             self._idle[connection] = None
         else:
@@ -310,6 +310,6 @@ class ClientAdmission:
 
     def _leave(self, connection: ClientConnection) -> None:
         """Its place is free, though its socket may take a moment more to close."""
-        self._control.remove(connection)
+        self._control.remove_session(connection)
         self._idle.pop(connection, None)
         self._room.set()

@@ -71,12 +71,12 @@ class Allowance:
 
     def give_back(self, nbytes: int) -> None:
         """Taken bytes were not written."""
-        self.room.add(nbytes)
+        self.room.add_amount(nbytes)
 
     def lose(self, nbytes: int) -> None:
         """Reserved bytes are reserved no more; where they were taken already, less than none is
         ready until the rows they were taken for are given up."""
-        self.room.add(-nbytes)
+        self.room.add_amount(-nbytes)
 
     def top_up(self, accounts: Accounts) -> None:
         """Reserve up to the target, and return what is far above it.  May wait for the accounts.

@@ -456,7 +456,7 @@ class KeeperLoop:
         if not self._kept and (first := self._inbox.take_one(wait_s)) is not None:
             self._kept.append(first)
         is_over = self._inbox.is_closed
-        self._kept.extend(self._inbox.take())
+        self._kept.extend(self._inbox.take_all())
         while self._kept:
             self._do(shelf, self._kept.popleft())
         return is_over
@@ -486,7 +486,7 @@ class KeeperLoop:
 
     def _namespace_now(self) -> str:
         """Where rows are saved to, as the engine's thread has it at this moment."""
-        for command in self._inbox.take():
+        for command in self._inbox.take_all():
             if isinstance(command, NamespaceChanged):
                 self._catalogue.learn(command, self._clock())
             else:

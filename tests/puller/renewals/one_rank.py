@@ -40,10 +40,10 @@ class ConnectionEnd:
         self.arrived: list[bytes] = []
         self.closed = False
 
-    def send(self, bodies: Iterable[bytes]) -> None:
+    def send_frames(self, bodies: Iterable[bytes]) -> None:
         self.sent += bodies
 
-    def receive(self) -> list[bytes]:
+    def receive_frames(self) -> list[bytes]:
         arrived, self.arrived = self.arrived, []
         return arrived
 
@@ -70,18 +70,20 @@ class OneRank:
     def claim(self, request: str, lender: str, pull: str | None = None) -> None:
         """Claim a ticket of ``lender``; ``request`` names the pull, too, unless one is given."""
         ticket = Ticket(f"p{lender}", f"b{lender}", request, lender, 1, 12, "0" * 32, BLOCKS)
-        self.pulls.apply(ClaimTicket(request, pull or request, ticket))
+        self.pulls.apply_command(ClaimTicket(request, pull or request, ticket))
 
     def read(self, request: str) -> None:
         """Have the reader read what is claimed."""
-        self.pulls.apply(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
+        self.pulls.apply_command(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
 
     def settle(self) -> None:
         """All reads that were posted have ended."""
         jobs, self._jobs[:] = list(self._jobs), []
         for job in jobs:
             assert isinstance(job, Read)
-            self.pulls.handle(ReadSettled(job.tag, Settled(ReadStats(1, 1, 0.0, 0.0)), self.now))
+            self.pulls.handle_result(
+                ReadSettled(job.tag, Settled(ReadStats(1, 1, 0.0, 0.0)), self.now)
+            )
 
     def peer(self, lender: str) -> Peer:
         return next(peer for peer in self.pulls.peers if peer.key.host == lender)
@@ -91,16 +93,16 @@ class OneRank:
         peer = self.peer(lender)
         assert isinstance(peer.connection, ConnectionEnd)
         peer.connection.arrived.append(encode(messages))
-        self.pulls.serve(peer)
+        self.pulls.handle_readable(peer)
 
     def greet(self, lender: str) -> None:
         """The lender says what it is, and the transport reaches it."""
         rank = RankGeometry(0, 0, b"address", self.memory.references)
-        self.hear(lender, Welcome.of(f"p{lender}", f"b{lender}", TRAITS, (rank,)))
+        self.hear(lender, Welcome.in_our_version(f"p{lender}", f"b{lender}", TRAITS, (rank,)))
         jobs, self._jobs[:] = list(self._jobs), []
         for job in jobs:
             assert isinstance(job, Connect)
-            self.pulls.handle(Connected(job.tag, PeerId(lender), None))
+            self.pulls.handle_result(Connected(job.tag, PeerId(lender), None))
         self.pulls.finish_turn()
 
     def frames(self, lender: str) -> list[list[FromReader]]:

@@ -42,9 +42,9 @@ def renewals(rank: OneRank, until: float) -> list[tuple[str, int]]:
     A wake-up without a frame is one of no renewal, of no lender.
     """
     found = []
-    while (at := rank.pulls.next_deadline()) is not None and at <= until:
+    while (at := rank.pulls.next_alarm()) is not None and at <= until:
         rank.now = at
-        rank.pulls.tick(at)
+        rank.pulls.tick_due(at)
         rank.pulls.finish_turn()
         frames = [(lender, frame) for lender in "ab" for frame in rank.frames(lender)]
         found += [(lender, len(frame)) for lender, frame in frames] or [("", 0)]
@@ -74,9 +74,9 @@ def test_an_alarm_that_was_put_off_does_not_wake() -> None:
     rank.greet("a")
     grant(rank, "a", "a0", 1)
     rank.now += WAIT_S
-    assert rank.pulls.next_deadline() == pytest.approx(rank.now)
-    rank.pulls.tick(rank.now + 1e-6)
+    assert rank.pulls.next_alarm() == pytest.approx(rank.now)
+    rank.pulls.tick_due(rank.now + 1e-6)
     rank.pulls.finish_turn()
-    assert rank.pulls.next_deadline() == pytest.approx(rank.now + (TTL_S - WAIT_S) / 3)
+    assert rank.pulls.next_alarm() == pytest.approx(rank.now + (TTL_S - WAIT_S) / 3)
     grant(rank, "a", "a0", 2)
-    assert rank.pulls.next_deadline() == pytest.approx(rank.now + WAIT_S)
+    assert rank.pulls.next_alarm() == pytest.approx(rank.now + WAIT_S)

@@ -20,7 +20,7 @@ def rank() -> OneRank:
     made.greet("a")
     made.hear("a", Granted(1, "r", "first", TTL_MS))
     made.read("r")
-    made.pulls.apply(CancelPull("r"))
+    made.pulls.apply_command(CancelPull("r"))
     made.claim("r", "a", pull="second")
     made.hear("a", Granted(1, "r", "second", TTL_MS))
     made.pulls.finish_turn()
@@ -50,8 +50,8 @@ def test_the_second_is_renewed_after_the_first_has_ended(rank: OneRank) -> None:
     rank.settle()
     rank.pulls.finish_turn()
     rank.frames("a")
-    rank.now = rank.pulls.next_deadline() or 0.0
-    rank.pulls.tick(rank.now)
+    rank.now = rank.pulls.next_alarm() or 0.0
+    rank.pulls.tick_due(rank.now)
     rank.pulls.finish_turn()
     [[renewal]] = rank.frames("a")
     assert isinstance(renewal, Renew)

@@ -167,7 +167,7 @@ class Engine:
 
         ours.get_kv_connector_stats = take_stats  # type: ignore[method-assign]
         geometry = RankGeometry(0, 0, self.rank.transport.address(), self.rank.memory.references)
-        welcome = Welcome.of(self.name, ours._greeting.incarnation, TRAITS, (geometry,))
+        welcome = Welcome.in_our_version(self.name, ours._greeting.incarnation, TRAITS, (geometry,))
         parts = ours.parts
         if parts.waits is not None:
             parts.waits._clock = self.machine.clock
@@ -232,7 +232,7 @@ class Engine:
         out = self.scheduler.schedule()
         metadata = out.kv_connector_metadata
         for command in metadata.commands:
-            self.rank.pulls.apply(self._noted(command))
+            self.rank.pulls.apply_command(self._noted(command))
         self.rank.turn()
         num_tokens = out.total_num_scheduled_tokens
         self._is_idle = not num_tokens

@@ -134,7 +134,7 @@ class ControlConnection(Generic[Incoming]):
                 data = self._sock.recv(_CHUNK)
                 if not data:
                     return None
-                self._bodies.extend(self._frames.feed(data))
+                self._bodies.extend(self._frames.feed_bytes(data))
             return self._decoder.decode(self._bodies.popleft())
         except ConnectionResetError:  # it has closed it without reading what we sent
             return None
