@@ -98,7 +98,7 @@ def lend(wanted: str, corrupts: bool) -> str | None:
     transport = open_transport(wanted, "prefill")
     with RegisteredKVMemory(transport, made.references, made.owners) as memory:
         geometry = RankGeometry(0, 0, memory.address, memory.references)
-        welcome = Welcome.of("prefill", boot, TRAITS, (geometry,))
+        welcome = Welcome.in_our_version("prefill", boot, TRAITS, (geometry,))
         with Lender(welcome, HOST, port=0, is_summing=True) as lender:
             digest, tokens = prompt_digest(PROMPT), len(PROMPT)
             ticket = Ticket("prefill", boot, "r-1", HOST, lender.port, tokens, digest, tables)
@@ -109,7 +109,7 @@ def lend(wanted: str, corrupts: bool) -> str | None:
             if corrupts:  # as by a step that still writes to a block which is lent
                 made.views["layers.1"][tables[1].ids[-1], 3, 15, 63] ^= 1
             print(json.dumps(ticket.to_params(tp_size=1, pp_size=1)), flush=True)
-            while not (freed := lender.collect()):
+            while not (freed := lender.take_freed()):
                 time.sleep(0.005)
     return None if freed[0].why == "read" else f"the lease was {freed[0].why}"
 
@@ -123,10 +123,13 @@ def pull(wanted: str, line: str) -> str | None:
     memory = RegisteredKVMemory(open_transport(wanted, "decode"), made.references, made.owners)
     me = Rank("decode", rank=0, of=1, spread=0, references=made.references, traits=TRAITS)
     with memory, Puller(me, memory.transport, verify=Verify.ALWAYS) as puller:
-        puller.post(ClaimTicket("r-7", "decode/1", ticket))  # as soon as the request is known
-        puller.post(ReadBlocks("r-7", Need.for_range(0, len(PROMPT), tables)))  # once it has blocks
-        while not ((results := puller.collect()).records or results.failed):
-            puller.wait(timeout_s=1.0)
+        puller.post_command(
+            ClaimTicket("r-7", "decode/1", ticket)
+        )  # once it is known; the read, once it has room
+        need = Need.for_range(0, len(PROMPT), tables)
+        puller.post_command(ReadBlocks("r-7", need))  # once it has blocks
+        while not ((results := puller.take_results()).records or results.failed):
+            puller.wait_for_report(timeout_s=1.0)
     if results.failed:
         return results.failed[0].reason
     pairs = list(blocks_and_kv(made, tables))

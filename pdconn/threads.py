@@ -1,22 +1,13 @@
-"""Threads of ours, and the boxes between them: all that two threads share.
+"""Worker threads and the boxes between them: all that two threads share.
 
 ::
 
-    engine's thread ── put ──► inbox  ── take ──► Worker: one thread, one run()
-                    ◄── take ── outbox ◄── put ──
+    engine's thread ── put ──────► inbox  ── take_all ──► Worker: one thread, one function
+                    ◄── take_all ── outbox ◄── put ──────
 
-A thread owns what it works on, and no other thread looks at it.  What one is to know of another
-travels in a :class:`Box`; who puts a mutable thing into a box does not touch it any more.  So
-no class but those of this file needs a lock (``tests/threads/test_boundary.py``).
-
-``put`` never blocks.  How the owner is woken depends on where it sleeps: in ``wait`` and
-``take_one`` on a lock, in a selector on ``socket``.  An item that can wait until the owner wakes
-anyway is put without waking it, and the owner looks once more before it sleeps::
-
-    others   put an item quietly  ──►  is the owner's sleep too long?  ──►  wake
-    owner    publish until when it sleeps  ──►  is there an item?  ──►  sleep
-
-Whichever comes second sees the other.
+A thread owns the objects that it works on, and no other thread reads them.  Threads exchange
+items through a :class:`Box`; the sender does not touch an item after ``put``.  So only the
+classes of this file hold locks (``tests/threads/test_boundary.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +29,7 @@ T = TypeVar("T")
 In = TypeVar("In")
 
 _FEW = 64
-"""Bytes of a recv: one waits as a rule, and Python allocates what may come."""
+"""Bytes of a recv.  One is the rule, and Python allocates the maximum first."""
 
 
 class Box(Generic[T]):
@@ -47,9 +38,9 @@ class Box(Generic[T]):
     Several threads may own a box together; each item is taken by one of them.
 
     Attributes:
-        items: what was put and not taken yet; the owner may look whether there is any.
-        is_closed: nothing more is awaited; owners end when they have done what they must.
-        sleeps_until: when the owner wakes by itself, as it has published.
+        items: put and not taken yet; the owner may test whether it is empty.
+        is_closed: whether the owners are to end.
+        sleeps_until: when the owner wakes by itself; the owner sets it before it sleeps.
     """
 
     def __init__(self) -> None:
@@ -78,17 +69,19 @@ class Box(Generic[T]):
             self.wake()
 
     def put_quietly(self, item: T) -> None:
-        """Add ``item``, which is found when the owner wakes."""
+        """Add ``item`` without waking an owner."""
         self.items.append(item)
 
     def put_before(self, item: T, due: float) -> None:
         """Add ``item``; wake the owner only if it sleeps longer than until ``due``."""
+        # The owner sets ``sleeps_until`` first and tests ``items`` second; here it is the other way
+        # round.  So whichever thread comes second sees what the first one did.
         self.items.append(item)
         if self.sleeps_until > due:
             self.wake()
 
-    def take(self) -> list[T]:
-        """Everything put so far, in order; never blocks."""
+    def take_all(self) -> list[T]:
+        """Take all items, in order.  Never blocks."""
         items: list[T] = []
         waiting = self.items
         try:
@@ -99,18 +92,18 @@ class Box(Generic[T]):
         return items
 
     def take_back(self, is_meant: Callable[[T], bool]) -> list[T]:
-        """Take what was put by the caller and no owner has taken yet; the rest keeps its order."""
+        """Take the matching items that no owner has taken yet; the others keep their order."""
         found = []
         for item in [item for item in list(self.items) if is_meant(item)]:
             try:
                 self.items.remove(item)  # in one step: items are compared by identity
             except ValueError:
-                continue  # an owner was quicker
+                continue  # an owner has taken it meanwhile
             found.append(item)
         return found
 
     def take_one(self, timeout_s: float | None = None) -> T | None:
-        """The next item, once there is one; None when the time is over or the box is closed."""
+        """Wait for an item and take it; None after ``timeout_s`` or when the box is closed."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
@@ -119,9 +112,9 @@ class Box(Generic[T]):
                 left = None if until is None else until - time.monotonic()
             if self.is_closed or (left is not None and left <= 0):
                 return None
-            self.wait(left)
+            self.wait_for_item(left)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait_for_item(self, timeout_s: float | None = None) -> bool:
         """Sleep until there is an item or the box is closed; whether there is an item."""
         if self.items or self.is_closed:
             return bool(self.items)
@@ -130,17 +123,17 @@ class Box(Generic[T]):
         self._sleepers.append(bed)
         is_woken = False
         try:
-            # What was put before the line above has seen no sleeper.
+            # An item that was put before the line above has woken no sleeper.
             if not self.items and not self.is_closed:
                 is_woken = bed.acquire(timeout=-1 if timeout_s is None else timeout_s)
         finally:
             if not is_woken:
-                with contextlib.suppress(ValueError):  # it is woken just now
+                with contextlib.suppress(ValueError):  # wake() has removed it meanwhile
                     self._sleepers.remove(bed)
         return bool(self.items)
 
     def wake(self) -> None:
-        """Have one sleeping owner look."""
+        """Wake one sleeping owner."""
         try:
             bed = self._sleepers.popleft()
         except IndexError:
@@ -148,19 +141,14 @@ class Box(Generic[T]):
         bed.release()
 
     def close(self) -> None:
-        """Let the owners end.  Later items are kept."""
+        """Wake all owners, which end.  Items put later are kept."""
         self.is_closed = True
         for _ in range(len(self._sleepers)):
             self.wake()
 
 
 class SelectedBox(Box[T]):
-    """A box whose owner sleeps in a selector, on ``socket``, and wakes for other sockets, too.
-
-    One byte suffices until the owner has drained it.  Writing it releases Python's lock, and an
-    owner that was woken a moment ago is waiting for exactly that lock: the engine's thread would
-    stand still until the owner has handled everything put before.
-    """
+    """A box whose owner sleeps in a selector, on ``socket`` and on sockets of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,10 +158,13 @@ class SelectedBox(Box[T]):
         self._poked = False
 
     def wake(self) -> None:
-        """Make ``select`` return.  A full or closed pipe means it will, or need not.
+        """Make ``select`` return.
 
         Where the system has no room for a byte, the next ``put`` tries again.
         """
+        # One byte suffices until the owner has read it.  Writing a second one would release the
+        # interpreter's lock to an owner that waits for exactly that lock: the engine's thread would
+        # wait until the owner has handled all items before this one.
         if self._poked:
             return
         try:
@@ -187,15 +178,15 @@ class SelectedBox(Box[T]):
             self._poked = False
             raise
 
-    def drain(self) -> None:
-        """Read the wake-up bytes: call it when the socket is readable, before :meth:`take`."""
+    def drain_socket(self) -> None:
+        """Read the wake-up bytes.  Call it when the socket is readable, before :meth:`take_all`."""
         try:
             while len(self.socket.recv(_FEW)) == _FEW:
                 pass
         except BlockingIOError:
             pass
         # Reset before the items are taken: every later put writes a new byte, and a put that
-        # wrote none because of an earlier byte has appended its item already.
+        # skipped the byte has appended its item already.
         self._poked = False
 
     def close(self) -> None:
@@ -204,26 +195,26 @@ class SelectedBox(Box[T]):
         self.wake()
 
     def free_sockets(self) -> None:
-        """Close both ends, once the owner has ended; later items are kept and ignored."""
+        """Close both ends, once the owner has ended.  Items put later are never taken."""
         self.socket.close()
         self._poke.close()
 
 
 class AmountBox:
-    """An amount that one thread adds to, and another takes from if there is enough."""
+    """A counter that one thread adds to, and another subtracts from if there is enough."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._has_missed = False
         self.amount = 0
 
-    def add(self, amount: int) -> None:
-        """Add ``amount``; a negative one may leave less than nothing."""
+    def add_amount(self, amount: int) -> None:
+        """Add ``amount``, which may be negative; so may the result."""
         with self._lock:
             self.amount += amount
 
     def take_amount(self, amount: int) -> bool:
-        """Take ``amount``, or nothing where less is there."""
+        """Subtract ``amount`` if there is as much; whether there was."""
         with self._lock:
             if self.amount < amount:
                 self._has_missed = True
@@ -232,7 +223,7 @@ class AmountBox:
             return True
 
     def take_above(self, target: int, slack: int) -> int:
-        """Take what is above ``target``, if that is more than ``slack``; how much it was."""
+        """Subtract the excess over ``target`` if it exceeds ``slack``; returns it, or 0."""
         with self._lock:
             excess = self.amount - target
             if excess <= slack:
@@ -241,7 +232,7 @@ class AmountBox:
             return excess
 
     def take_missed(self) -> bool:
-        """Whether something could not be taken since the last call."""
+        """Whether :meth:`take_amount` has failed since the last call."""
         with self._lock:
             missed, self._has_missed = self._has_missed, False
             return missed
@@ -249,7 +240,7 @@ class AmountBox:
 
 @dataclass(frozen=True, slots=True)
 class ThreadDied:
-    """A thread ended by an error; what it had taken from its inbox is not answered."""
+    """A thread ended with an error.  Items that it had taken from its inbox are not answered."""
 
     thread: str
     error: str
@@ -259,11 +250,11 @@ class Worker(Generic[In]):
     """A thread that takes from ``inbox`` and puts to ``outbox``.
 
     Args:
-        name: the thread's.
-        run: its whole life; it ends soon after the inbox is closed.  An exception is logged,
-            and the last item that it puts is a :class:`ThreadDied`.
-        inbox: owned by the thread, or together with others.
-        outbox: of whoever is to know what it did.
+        name: of the thread.
+        run: the function that the thread runs; it returns soon after the inbox is closed.  An
+            exception is logged, and a :class:`ThreadDied` is put into the outbox.
+        inbox: owned by the thread, or by several.
+        outbox: receives results.
     """
 
     def __init__(
@@ -278,15 +269,15 @@ class Worker(Generic[In]):
         """Whether it was started and has not ended."""
         return self._thread.is_alive()
 
-    def start(self) -> None:
+    def start_thread(self) -> None:
         """Start the thread.
 
         Raises:
-            RuntimeError: the system has no thread to spare.
+            RuntimeError: the system cannot start a thread.
         """
         self._thread.start()
 
-    def end(self, timeout_s: float | None = None) -> bool:
+    def end_thread(self, timeout_s: float | None = None) -> bool:
         """Close the inbox and wait for the thread; whether it has ended.  Idempotent."""
         self.inbox.close()
         if self._thread.is_alive():

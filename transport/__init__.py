@@ -1,4 +1,4 @@
-"""Moves bytes between registered memories, one-sidedly: the reader asks, the lender need not act.
+"""One-sided reads between registered memories: the reader copies, the lender takes no part.
 
 ::
 

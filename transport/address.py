@@ -1,10 +1,9 @@
 """The envelope around a backend's address, checked before the backend sees it.
 
-An address comes from the network.  NIXL treats bad metadata harshly: a truncated copy of
-a known peer's metadata makes it forget that peer, even while it is in use.  So an address
-names the backend and version that made it, and carries a checksum; an address that does
-not match is refused here.  The checksum finds accidents, not attacks: authenticating the
-sender of an address is the protocol's task.
+An address comes from the network, and a truncated copy of a known peer's metadata makes NIXL forget
+that peer, even while it is in use.  So an address names the backend and version that made it, and
+has a checksum; an address that does not match is refused here.  The checksum detects accidents, not
+attacks: authenticating the sender of an address is the protocol's task.
 
     [ backend, version, name of the peer, payload of the backend, crc32 ]
 """
@@ -38,7 +37,7 @@ _ENVELOPES = msgspec.msgpack.Decoder(Envelope)
 
 
 def pack(backend: str, name: str, payload: bytes) -> bytes:
-    """The address of the peer called ``name``.
+    """The address of the peer named ``name``.
 
     Raises:
         BadAddress: name or payload are larger than ``unpack`` would accept.
@@ -54,7 +53,7 @@ def pack(backend: str, name: str, payload: bytes) -> bytes:
 
 
 def named_in(address: bytes) -> str:
-    """The peer name in an address of any backend; nothing else is checked.
+    """The peer's name in an address of any backend; nothing else is checked.
 
     Raises:
         BadAddress: it is not an address.
@@ -66,7 +65,7 @@ def unpack(backend: str, address: bytes) -> Envelope:
     """Decode what ``pack`` made for the same backend.
 
     Raises:
-        BadAddress: it is anything else; the message says what was expected.
+        BadAddress: it is none; the message has what was expected.
     """
     envelope = _decoded(address)
     if envelope.backend != backend:

@@ -1,12 +1,11 @@
 """The interface that every transport implements.
 
 It is small on purpose: register memory once, exchange addresses, post reads, poll them.
-A read cannot be cancelled, because no RDMA stack can guarantee that a cancelled read
-writes nothing more (a released NIXL READ does write, see the contract's tests); a caller
-can only wait for it.
+A read cannot be cancelled, because no RDMA stack guarantees that a cancelled read writes nothing
+more (a released NIXL READ does write, as the contract's tests show); a caller can only wait for it.
 
-A transport belongs to one thread at a time.  ``read`` may copy before it
-returns, so it is never called on an engine's thread.
+A transport belongs to one thread at a time.  ``read`` may copy before it returns, so it is never
+called on an engine's thread.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class Transport(Closing):
 
     @abstractmethod
     def address(self) -> bytes:
-        """Everything that a peer needs to reach us and to read what is registered so far."""
+        """What a peer needs to connect to us and to read the memory registered so far."""
 
     @abstractmethod
     def connect(self, address: bytes) -> PeerId:
-        """Learn a peer by its address, so that it can be read.  Connecting twice is harmless.
+        """Make the peer at ``address`` readable.  Idempotent.
 
         Raises:
             BadAddress: the bytes are not an address of this backend.
@@ -57,8 +56,8 @@ class Transport(Closing):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         """Start copying ``spans`` from ``peer``; may block while it copies.
 
-        Empty spans settle at once.  Runtime failures do not raise here: they
-        settle the read, so that every caller has one place to handle them.
+        Empty spans settle at once.  Runtime failures do not raise here but settle the read, so
+        that callers handle them in one place.
 
         Raises:
             PeerUnknown: ``peer`` is not connected.
@@ -67,12 +66,12 @@ class Transport(Closing):
 
     @abstractmethod
     def poll(self, read: ReadId) -> Settled | None:
-        """How the read ended, or None while it can still write.
+        """How the read has ended, or None while it can still write.
 
-        The read is forgotten once its ``Settled`` was returned.
+        A read is forgotten once its ``Settled`` was returned.
 
         Raises:
-            KeyError: ``read`` was never posted, or was returned already.
+            KeyError: ``read`` was never posted, or its ``Settled`` was returned before.
         """
 
     @property
@@ -81,10 +80,10 @@ class Transport(Closing):
         return 0.0
 
     def check(self) -> None:
-        """Raise if the backend's own threads have died.  Cheap, and may be called from any thread.
+        """Raise if the backend's own threads have died.  Cheap; may be called on any thread.
 
         Raises:
-            BackendFailure: they died: neither our reads nor our peers' will end.
+            BackendFailure: they have died: neither our reads nor our peers' reads will end.
         """
 
     @abstractmethod
@@ -93,10 +92,9 @@ class Transport(Closing):
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnect from all peers, unregister and release everything.
+        """Disconnect from all peers, unregister and release everything.  Idempotent.
 
-        Once it has returned nothing is written any more, and every read is forgotten.
-        A second call does nothing.
+        Once it has returned nothing is written, and every read is forgotten.
 
         Raises:
             BackendFailure: a read can still write.  Memory stays registered and

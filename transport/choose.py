@@ -1,12 +1,12 @@
-"""Which backend to use here: NIXL where it runs, UCX alone where it does not.
+"""Which backend is used: NIXL where it runs, UCX alone where it does not.
 
     nixl   NIXL or nothing
     ucx    UCX or nothing
     auto   NIXL; if it is not available here, UCX
 
-Only ``TransportUnavailable`` counts as "not available": an invalid option is an error
-with either backend.  Two engines that choose differently cannot use each other's
-addresses, and report ``BadAddress``, which names both.
+Only ``TransportUnavailable`` means "not available": an invalid option is an error with either
+backend.  Two engines with different backends cannot use each other's addresses, and report
+``BadAddress``, which names both.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Choice:
 
 
 def choose(wanted: Wanted, openers: Mapping[str, Opener]) -> tuple[Transport, Choice]:
-    """Open the first backend that ``wanted`` allows and that runs here.
+    """Open the first backend that ``wanted`` allows and that is available.
 
     Args:
-        openers: by name of backend, a function that opens a transport of it.
+        openers: functions that open a transport, by name of backend.
 
     Raises:
-        TransportUnavailable: none runs; says why for each.
+        TransportUnavailable: none is available; gives the reason for each.
     """
     tried: list[str] = []
     for name in _ORDER[wanted]:
@@ -63,7 +63,7 @@ def choose(wanted: Wanted, openers: Mapping[str, Opener]) -> tuple[Transport, Ch
 
 
 def ucx_options(backend_options: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """The UCX settings in ``backend_options``, which are written as for NIXL.
+    """The UCX settings in ``backend_options``, which have NIXL's format.
 
     >>> ucx_options({"UCX": {"engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=64K"}})
     {'TLS': 'tcp', 'TCP_TX_SEG_SIZE': '64K'}

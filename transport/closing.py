@@ -1,4 +1,4 @@
-"""What opens, closes: a context manager for everything that has ``close()``."""
+"""A context manager for everything that has ``close()``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything.  A second call does nothing."""
+        """Release everything.  Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""Errors: wrong input (:class:`FieldError`), and what can go wrong when bytes move.
+"""Errors of invalid input (:class:`FieldError`), and of transports.
 
-Backends map their own exceptions to these at the edge, so that nothing above
-the transport needs to import nixl or ucxx.
+Backends map their own exceptions to these at the edge, so that nothing above a transport imports
+nixl or ucxx.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import ClassVar, Self
 
 
 class FieldError(Exception):
-    """A value is wrong: ``field`` was ``seen`` where ``expected`` was needed.
+    """A value is invalid: ``field`` was ``seen`` where ``expected`` was needed.
 
-    Base of every error of bad input, on the command line, in configuration and on the wire,
-    so that a log line or an HTTP body can show all three.  ``show`` writes what was seen.
+    Base of every error of invalid input, on the command line, in configuration and on the wire,
+    so that a log line or an HTTP body can show all three.  ``show`` formats what was seen.
     """
 
     show: ClassVar[Callable[[object], str]] = str
@@ -29,8 +29,8 @@ class FieldError(Exception):
         tail = f"; {hint}" if hint else ""
         super().__init__(f"{field}: expected {expected}, got {type(self).show(seen)}{tail}")
 
-    def of(self, owner: str) -> Self:
-        """The same error with the path to its field: ``owner`` and its separator come first.
+    def prefixed(self, owner: str) -> Self:
+        """The same error with a longer path to its field: ``owner``, with a separator, precedes it.
 
         >>> print(FieldError("tp", "a number above 0", 0).of("--prefill "))
         --prefill tp: expected a number above 0, got 0
@@ -39,13 +39,13 @@ class FieldError(Exception):
 
 
 _NEAR = 0.7
-"""Below this a likeness is of letters: 'rehearse' for 'lease', '--store' for '--picture'."""
+"""Below this ratio keys only share letters: 'rehearse' and 'lease', '--store' and '--picture'."""
 
 
 def did_you_mean(key: str, known: Iterable[str], what: str = "keys") -> str:
-    """The hint for an unknown key: the one of ``known`` that is meant, or all if none is near.
+    """The hint for an unknown key: the nearest of ``known``, or all of them if none is near.
 
-    It is near in spelling, or the only one with all words of ``key``.
+    A key is near by its spelling, or if it alone has all words of ``key``.
 
     >>> did_you_mean("backend", ["backends", "verify"])
     "did you mean 'backends'?"
@@ -70,9 +70,9 @@ def _words(name: str) -> set[str]:
 def shown(value: object, limit: int = 80) -> str:
     """``value`` for an error text: its repr, shortened to ``limit`` characters.
 
-    What a peer or a client sent may be of any size and depth; no more of it is looked at than
-    is shown.  An integer that is too long to be shown is given by its size, since Python
-    refuses to write one of more than 4300 digits.
+    Values from a peer or a client may be of any size and depth; no more of them is read than is
+    shown.  An integer that is too long to be shown is given by its size, since Python refuses to
+    format one of more than 4300 digits.
 
     >>> shown([1, "a", 10**5000])
     "[1, 'a', <integer of 16610 bits>]"
@@ -122,19 +122,19 @@ class OutOfBounds(TransportError):
 
 
 class BadAddress(TransportError):
-    """The bytes that a peer gave as its address cannot be used to reach it."""
+    """The bytes are no address with which a peer can be reached."""
 
 
 class PeerUnknown(TransportError):
-    """The peer was never connected, or was disconnected since."""
+    """The peer was never connected, or has been disconnected."""
 
 
 class PeerLost(TransportError):
-    """The peer is gone; reads in flight from it have failed."""
+    """The connection to the peer is lost; reads in flight from it have failed."""
 
 
 class BackendFailure(TransportError):
-    """The backend refused or failed for a reason of its own."""
+    """The backend has refused a call or failed for a reason of its own."""
 
 
 class TransportUnavailable(TransportError):

@@ -1,10 +1,7 @@
-"""Drawing faults from a seeded generator, and checking their probabilities.
+"""Draws faults from a seeded generator, and checks their probabilities.
 
-A record of faults has an attribute per kind: the probability, from 0 to 1, that an
-operation gets that fault.  Every kind is drawn for every operation, also at probability
-0: whether operation n gets a fault depends on the seed, on n and on the probability of
-that kind alone.  So a run can be replayed with one kind turned off, and the others stay
-as they were.
+A record of faults has an attribute per kind: the probability, from 0 to 1, that an operation gets
+that fault.
 """
 
 from __future__ import annotations
@@ -57,6 +54,7 @@ def check_count(field: str, value: object) -> None:
 
 def drawn(rng: Random, record: object, kinds: Sequence[str]) -> frozenset[str]:
     """The faults of the next operation; takes one number per kind from ``rng``."""
+    # Also at probability 0: a run can be replayed without one kind, and the others stay the same.
     return frozenset([kind for kind in kinds if rng.random() < getattr(record, kind)])
 
 

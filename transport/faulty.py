@@ -1,9 +1,9 @@
 """A transport that injects faults into another one's reads: late, failed, stalled, corrupted.
 
-It wraps a real backend, so everything above it is what runs in production.  With
-``corrupt`` it is the negative control of every end-to-end check: a check that passes
-while every read is corrupted checks nothing.  The faults of read n are drawn from a
-seeded generator, see ``transport.fault_schedule``, so a run can be replayed::
+It wraps a real backend, so everything above it runs as in production.  With ``corrupt`` it is the
+negative control of end-to-end checks: a check that passes while every read is corrupted checks
+nothing.  The faults of read n are drawn from a seeded generator (``transport.fault_schedule``), so
+a run can be replayed::
 
             fail ──► settled: BackendFailure, nothing was posted
     read ── stall ─► pending ──────────── disconnect or close ──► settled: PeerLost
@@ -11,9 +11,9 @@ seeded generator, see ``transport.fault_schedule``, so a run can be replayed::
             else ─────────────────────────► posted
                                              └► kill: this process dies
 
-A read that waits was not posted, so it can write nothing and may be dropped at once; it
-copies what the peer's memory holds when it is posted.  A read of nothing gets no fault,
-as it must settle at once.
+A waiting read is not posted, so it can write nothing and may be dropped at once; it copies the
+content of the peer's memory at the time of posting.  An empty read gets no fault, since it must
+settle at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ReadFaults:
-    """The probability of each fault, from 0 to 1; see the module for what they do.
+    """The probability of each fault, from 0 to 1.
 
     ``fail`` takes precedence over ``stall``, and ``stall`` over the others, which combine.
 
@@ -69,7 +69,7 @@ class ReadFaults:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A read that was not posted yet; a stalled one is never posted."""
+    """A read that is not posted yet; a stalled one is never posted."""
 
     peer: PeerId
     spans: Spans
@@ -98,7 +98,8 @@ class FaultyTransport(ForwardingTransport):
         inner: owned by this transport; connect to peers through this one only.
         kill: ends this process; tests pass another function.
 
-    ``counts`` holds how often each fault happened.
+    Attributes:
+        counts: how often each fault has happened.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class FaultyTransport(ForwardingTransport):
         self.counts: Counter[str] = Counter()
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """As ``Transport.register``.
+        """Register ``memories`` with the inner transport.
 
         Raises:
-            BackendFailure: only host memory can be corrupted; raised here, as intact
-                reads would look like a check that notices nothing.
+            BackendFailure: device memory with ``corrupt``, which only corrupts host memory: reads
+                that stay intact would make a check seem broken.
         """
         for memory in memories:
             if self._faults.corrupt and memory.device.kind != "cpu":
@@ -214,10 +215,8 @@ def _failed(spans: Spans, error: TransportError) -> Settled:
 
 
 def _corrupt(spans: Spans) -> None:
-    """Change one byte, in the last number of the first span; host memory only.
-
-    It is the highest byte of a little-endian float: a number around 1 turns into some
-    thousands, and not into infinity.
-    """
+    """Change one byte, in the last number of the first span; host memory only."""
+    # The highest byte of a little-endian float: a number around 1 becomes some thousands, and not
+    # infinity.
     last = int(spans.local[0]) + int(spans.nbytes[0]) - 1
     ctypes.c_uint8.from_address(last).value ^= 0x7B

@@ -1,4 +1,4 @@
-"""A transport that passes all calls on to another one, for those that change some of them."""
+"""A transport that forwards all calls to another one: the base of those that change some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transport.types import Memory, PeerId, ReadId, Settled, Spans
 
 
 class ForwardingTransport(Transport):
-    """Passes all calls on to ``inner``."""
+    """Forwards all calls to ``inner``."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner

@@ -1,18 +1,18 @@
-"""Huge pages under host memory: asking the kernel for them, and seeing what it gave.
+"""Huge pages under host memory: requests them from the kernel, and reports what is there.
 
-Copies between two processes on one host (CMA) spend most of their time on 4 KiB pages:
-huge pages are worth 2.4 times the throughput.  PyTorch does not ask for them, and by the
-time a connector sees the KV cache it was touched, so ``MADV_HUGEPAGE`` alone comes too
-late; ``MADV_COLLAPSE`` (Linux 6.1) moves what is there into huge pages now::
+Copies between two processes on one host (CMA) spend most of their time on 4 KiB pages: huge pages
+give 2.4 times the throughput.  PyTorch does not request them, and a connector gets the KV cache
+after it was touched, too late for ``MADV_HUGEPAGE`` alone; ``MADV_COLLAPSE`` (Linux 6.1) moves
+touched memory into huge pages::
 
-    collapse            asks; never fails: memory that the kernel refuses stays as it was
-    backing             what the kernel says of it afterwards (/proc/self/smaps)
-    small_page_warning  what an operator should do about it
+    collapse            requests them; never fails: memory that the kernel refuses stays as it was
+    backing             the pages that the kernel reports (/proc/self/smaps)
+    small_page_warning  a remedy for the operator
+    HugePages           all of these for the memory of one transport
 
-Pages that were never touched count as what they will be: huge where the mapping is
-eligible.  Memory that processes share is different: whether it gets huge pages depends on
-another setting, off by default, or it is collapsed, which works only if its address and
-its offset in the file are equal modulo 2 MiB, which is luck.
+Shared memory is different: whether it gets huge pages depends on another setting, off by default,
+and it can be collapsed only if its address and its offset in the file happen to be equal modulo
+2 MiB.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Madvise = Callable[[int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class CollapseReport:
-    """The result for one memory; ``reason`` says why not all of it was collapsed.
+    """The result for one memory; ``reason`` is why not all of it was collapsed.
 
     ``eligible_bytes`` is the part that 2 MiB pages can cover.  A chunk that was
     collapsed only in part counts as 0, so ``collapsed_bytes`` is a lower bound.
@@ -74,12 +74,11 @@ def collapse(
     madvise: Madvise | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CollapseReport:
-    """Move the 2 MiB-aligned inside of ``memory`` into huge pages, within a budget.
+    """Move the 2 MiB-aligned part of ``memory`` into huge pages, within a budget.
 
-    Past the budget of bytes or seconds the kernel is still asked to use huge
-    pages when it finds the time (``MADV_HUGEPAGE``); memory that was never
-    touched gets them when it is, and the report then says ``EINVAL``.  Takes
-    0.3 to 3 s per GB of touched 4 KiB pages, more on a busy machine.
+    Beyond the budget of bytes or seconds the kernel may still use huge pages later
+    (``MADV_HUGEPAGE``).  Memory that was never touched gets them at its first use; the report says
+    ``EINVAL`` then.  Takes 0.3 to 3 s per GB of touched 4 KiB pages, more on a busy machine.
     """
     began = clock()
     if memory.device.kind != "cpu":
@@ -99,7 +98,7 @@ def collapse(
             break
         nbytes = min(_CHUNK_BYTES, end - address)
         refused = advise(address, nbytes, _MADV_COLLAPSE)
-        if refused:  # go on: an untouched chunk is refused too, and the next one may be touched
+        if refused:  # go on: an untouched chunk is refused too, but the next one may be touched
             reason = _named("MADV_COLLAPSE", refused)
         else:
             done += nbytes
@@ -127,7 +126,7 @@ class PageMapping:
 
     @property
     def huge_nbytes(self) -> int:
-        """Bytes that lie on huge pages, or will when they are touched."""
+        """Bytes on huge pages; untouched ones count if the mapping is eligible for huge pages."""
         huge = sum(self.nbytes.get(name, 0) for name in _HUGE)
         resident = sum(self.nbytes.get(name, 0) for name in ("Rss", *_HUGE[3:]))
         untouched = max(0, self.end - self.start - resident)
@@ -170,9 +169,9 @@ def mappings(smaps: Iterable[str]) -> Iterator[PageMapping]:
 
 
 def backing(memories: Sequence[Memory], smaps: Iterable[str]) -> PageBacking:
-    """The pages under ``memories``; memory of a device is left out.
+    """The pages under ``memories``, without device memory.
 
-    A mapping that reaches beyond a memory counts by the part that both have.
+    A mapping that reaches beyond a memory counts by their common part.
     """
     host = [memory for memory in memories if memory.device.kind == "cpu"]
     huge, is_shared = 0.0, False
@@ -211,7 +210,7 @@ def warning_of(found: PageBacking, settings: str, reasons: Iterable[str] = ()) -
 
 
 def small_page_warning(memories: Sequence[Memory], reasons: Iterable[str] = ()) -> str | None:
-    """As :func:`warning_of`, for memory of this process; None where /proc has no smaps."""
+    """The warning for memory of this process, or None; None where /proc has no smaps."""
     if sum(memory.nbytes for memory in memories if memory.device.kind == "cpu") < WARNED_NBYTES:
         return None
     try:
@@ -220,6 +219,40 @@ def small_page_warning(memories: Sequence[Memory], reasons: Iterable[str] = ()) 
     except OSError:
         return None
     return warning_of(found, kernel_settings(), reasons)
+
+
+class HugePages:
+    """Huge pages under a transport's host memory, requested for at most ``max_seconds`` in total.
+
+    Switched off, it requests none and warns of nothing.
+    """
+
+    def __init__(self, is_on: bool, max_seconds: float) -> None:
+        self._left_s = max_seconds if is_on else 0.0
+        self._may_warn = is_on
+        self._reports: list[CollapseReport] = []
+
+    def back_memory(self, memory: Memory) -> None:
+        """Request huge pages under ``memory``, before it is registered."""
+        if memory.device.kind == "cpu" and self._left_s > 0:
+            report = collapse(memory, max_seconds=self._left_s)
+            self._left_s -= report.seconds
+            self._reports.append(report)
+
+    def warn_of_small_pages(self, memories: Sequence[Memory], agent: str) -> None:
+        """Warn once if ``memories`` have small pages, which do not change later."""
+        if self._may_warn:
+            reasons = (report.reason for report in self._reports)
+            text = small_page_warning(memories, reasons)
+            self._may_warn = text is None
+            if text is not None:
+                _log.warning("pdconn: %s agent=%s", text, agent)
+
+    def describe_backing(self, memories: Iterable[Memory]) -> str:
+        """How much of the host memory among ``memories`` has been moved into huge pages."""
+        done = sum(report.collapsed_bytes for report in self._reports)
+        of = sum(memory.nbytes for memory in memories if memory.device.kind == "cpu")
+        return f"{done} of {of} bytes of host memory"
 
 
 def _chosen(path: Path) -> str:

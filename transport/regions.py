@@ -1,8 +1,8 @@
-"""The memories that one side has registered, and whether spans stay inside them.
+"""The memories that one side has registered, and bounds checks of spans.
 
-Every backend refuses overlapping memories and runs that leave registered memory.  A run
-must lie inside *one* memory: two memories that happen to touch are still two
-registrations, with two keys, for the network card.
+Every backend refuses overlapping memories, and runs that leave registered memory.  A run must lie
+inside *one* memory: two adjacent memories are still two registrations, with two keys, for the
+network card.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Side = Literal["local", "remote"]
 
 
 class Regions:
-    """A growing set of memories that do not overlap, searchable by address."""
+    """A set of memories that do not overlap, searchable by address."""
 
     def __init__(self, memories: Sequence[Memory] = ()) -> None:
         self._memories: list[Memory] = []
         self._bounds: dict[Device, tuple[U64, U64]] = {}
-        self.add(memories)
+        self.add_memories(memories)
 
     def __iter__(self) -> Iterator[Memory]:
         return iter(self._memories)
@@ -36,7 +36,7 @@ class Regions:
     def __contains__(self, memory: object) -> bool:
         return memory in self._memories
 
-    def add(self, memories: Sequence[Memory]) -> None:
+    def add_memories(self, memories: Sequence[Memory]) -> None:
         """Add all ``memories``, or none of them.
 
         Raises:

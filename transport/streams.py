@@ -1,4 +1,4 @@
-"""Points in the work that a GPU has been given, to wait for before memory is written to."""
+"""Points in a GPU's stream, to wait for before memory is written to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StreamPoint(Protocol):
     """A point in a GPU's stream, as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether all work before it is done; never waits."""
+        """Whether all work before it is done.  Never waits."""
         ...
 
     def synchronize(self) -> object:
@@ -20,7 +20,7 @@ class StreamPoint(Protocol):
 
 
 def stream_point(device: Device) -> StreamPoint | None:
-    """The point that the calling thread's stream has come to; None of a CPU, which is done."""
+    """The end of the work queued in the calling thread's stream; None on a CPU."""
     if device.kind != "cuda":
         return None
     import torch

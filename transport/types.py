@@ -1,8 +1,8 @@
-"""The types of the transport interface: memory, spans of it, and how a read ended.
+"""The types of the transport interface: memory, spans of it, and how a read has ended.
 
-Addresses are plain integers: a transport moves bytes between registered memories and
-knows nothing of KV caches, requests or engines.  A read is a set of spans, kept as
-numpy columns because a pull of a long prompt has tens of thousands of them::
+Addresses are integers: a transport moves bytes between registered memories and knows nothing of KV
+caches, requests or engines.  A read is a set of spans, in numpy columns because a pull of a long
+prompt has tens of thousands of them::
 
             local                remote             nbytes
     span 0  0x7f10_0000_0000 <-- 0x7e20_0001_0000   65536
@@ -121,7 +121,7 @@ class Spans:
     def merged(
         cls, local: U64, remote: U64, nbytes: U64, local_device: Device, remote_device: Device
     ) -> Spans:
-        """Spans of which no run joins the one before it; :meth:`coalesced` trusts that."""
+        """Spans of which no run continues the one before it; :meth:`coalesced` relies on that."""
         spans = cls(local, remote, nbytes, local_device, remote_device)
         object.__setattr__(spans, "_is_merged", True)
         return spans
@@ -135,7 +135,7 @@ class Spans:
         local_device: Device,
         remote_device: Device,
     ) -> Spans:
-        """As :meth:`merged`, of numbers, and checked without arrays: that takes less for a few."""
+        """Merged spans of few runs, from integers: checking them without arrays is faster."""
         _check_lengths(local, remote, nbytes)
         if min(nbytes, default=1) < 1:
             raise BadSpans(f"run {nbytes.index(min(nbytes))} has {min(nbytes)} bytes")
@@ -166,8 +166,8 @@ class Spans:
     def coalesced(self) -> Spans:
         """The same copy with neighbouring runs merged.
 
-        Run i+1 joins run i when it continues it on both sides.  Order is kept,
-        so a caller that lists blocks in ascending order merges the most.
+        Run i + 1 is merged into run i if it continues it on both sides.  Order is kept, so a caller
+        that lists blocks in ascending order merges the most.
         """
         if self._is_merged:
             return self
@@ -193,8 +193,8 @@ def merge_runs(
 ) -> tuple[NDArray[np.intp], NDArray[_Int]] | None:
     """The runs that remain once neighbours are merged, or None if there are no neighbours.
 
-    Run i + 1 merges into run i where every one of ``sides`` says that it begins where run i
-    ends.  Order is kept: runs that are listed out of order do not merge.
+    Run i + 1 is merged into run i if it begins where run i ends, on each of ``sides``.  Order is
+    kept: runs that are listed out of order do not merge.
 
     Args:
         nbytes: bytes of each run, of shape (n,).
@@ -223,10 +223,10 @@ def merge_runs(
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What a finished read cost.
+    """The cost of a finished read.
 
-    ``num_descriptors`` is counted after neighbours were merged; times are in seconds: ``post_s``
-    for posting, ``transfer_s`` from posting until the end was seen.
+    ``num_descriptors`` is counted after merging; times are in seconds: ``post_s`` for posting,
+    ``transfer_s`` from posting until the end was observed.
     """
 
     nbytes: int
@@ -237,10 +237,10 @@ class ReadStats:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A read that can write nothing any more.
+    """A read that can no longer write.
 
-    ``error`` is None when every byte arrived; otherwise the local bytes of its
-    spans are undefined.  Either way the destination may be reused.
+    ``error`` is None if every byte has arrived; otherwise the local bytes of its spans are
+    undefined.  In both cases the destination may be reused.
     """
 
     stats: ReadStats
@@ -248,5 +248,5 @@ class Settled:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte arrived."""
+        """Whether every byte has arrived."""
         return self.error is None

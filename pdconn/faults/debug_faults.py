@@ -79,7 +79,7 @@ def _build(record: type[Record], value: object, path: str) -> Record:
     try:
         return record(**values)
     except FaultError as error:
-        raise error.of(f"{path}.") from None
+        raise error.prefixed(f"{path}.") from None
 
 
 def _mapping(value: object, path: str) -> Mapping[str, Any]:

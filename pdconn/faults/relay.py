@@ -98,11 +98,11 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._inbox: SelectedBox[None] = SelectedBox()
         self._worker = Worker("pdconn-relay", self._run, self._inbox, Box())
-        self._worker.start()
+        self._worker.start_thread()
 
     def close(self) -> None:
         """Close every connection and end the thread.  Idempotent."""
-        self._worker.end()
+        self._worker.end_thread()
         self._inbox.free_sockets()
 
     def _run(self) -> None:
@@ -123,7 +123,7 @@ class Relay:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._inbox.socket:
-                self._inbox.drain()
+                self._inbox.drain_socket()
             elif events & selectors.EVENT_READ:
                 readable[key.data].append(key.fileobj)
         for link in list(self._links):

@@ -1,9 +1,7 @@
 """Checksums of what a lender lends, and the readers that wait for them.
 
-Workers sum a request's blocks one step after it finished, so a checksum request may arrive
-before the sums: it waits until they are there, or the lease has ended.  An answer adds up
-thousands of sums, so :meth:`ChecksumResponder.work` makes one at a time: a caller that
-alternates it with other work keeps renewals prompt.
+Workers sum a request's blocks one step after it has finished, so a checksum request may arrive
+before the sums.  It waits until they are there, or until the lease has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ Waiting = tuple[S, ChecksumRequest]
 
 @dataclass(frozen=True, slots=True)
 class RankSums:
-    """The sums that worker ``rank`` made of what ``request`` lends; None if it failed."""
+    """Worker ``rank``'s sums of what ``request`` lends; None if it has failed to make them."""
 
     request: str
     rank: int
@@ -48,7 +46,7 @@ class ChecksumResponder(Generic[S]):
 
     Args:
         num_ranks: ranks of this lender.
-        is_summing: whether its workers make sums at all.
+        is_summing: whether its workers make sums.
         max_waiting: requests that may wait, of all sessions together.
 
     Memory: 8 bytes per sum (see :attr:`LentSums.nbytes`) of every lease that has not ended.
@@ -70,14 +68,18 @@ class ChecksumResponder(Generic[S]):
         """Whether an answer can be made."""
         return bool(self._ready)
 
-    def add(self, made: RankSums) -> None:
-        """A rank summed what a request lends, or failed to."""
+    def add_rank_sums(self, made: RankSums) -> None:
+        """Add the sums of one rank, and make the answers that wait for them possible."""
         lease = self._leases[made.request]
         lease.sums[made.rank] = made.sums
         self._ready += lease.waiting.pop(made.rank, [])
 
-    def ask(self, session: S, request: ChecksumRequest) -> ChecksumUnavailable | None:
-        """A session that holds a claim asks; None means that the answer comes later."""
+    def ask_checksum(self, session: S, request: ChecksumRequest) -> ChecksumUnavailable | None:
+        """Queue the request of a session that holds a claim.
+
+        Returns:
+            Why it is not answered; None if :meth:`make_answer` answers it.
+        """
         if not self._is_summing:
             return _unavailable(request, "prefill keeps no checksums: set verify there too")
         rank = request.ask.rank
@@ -96,8 +98,10 @@ class ChecksumResponder(Generic[S]):
             lease.waiting[rank].append((session, request))
         return None
 
-    def work(self) -> tuple[S, Checksum | ChecksumUnavailable] | None:
+    def make_answer(self) -> tuple[S, Checksum | ChecksumUnavailable] | None:
         """Make one answer; None when there is none to make."""
+        # One at a time, since an answer adds up thousands of sums: the caller handles renewals
+        # between two of them.
         if not self._ready:
             return None
         session, request = self._ready.popleft()
@@ -107,8 +111,8 @@ class ChecksumResponder(Generic[S]):
             return session, _unavailable(request, _ENDED)
         return session, _answer(lease.sums[request.ask.rank], request)
 
-    def forget(self, request: str) -> list[tuple[S, ChecksumUnavailable]]:
-        """A lease ended; answers to the sessions that still waited for its sums."""
+    def forget_lease(self, request: str) -> list[tuple[S, ChecksumUnavailable]]:
+        """Drop the sums of a lease that has ended; returns answers for sessions that wait."""
         lease = self._leases.pop(request, None)
         if lease is None:
             return []

@@ -1,18 +1,13 @@
 """The lender: a prefill engine's side-channel server, on a thread of its own.
 
-It owns the leases.  The engine's thread posts what it lends and collects what is free
-again; decode ranks greet, claim, renew and report over TCP::
+The thread owns the leases.  The engine's thread lends blocks and takes freed leases back; decode
+ranks greet, claim, renew and report over TCP::
 
-    engine's thread ── lend, abort, … ─► SelectedBox ─┐
-                    ◄── collect, … ── Box of turns ◄──┤  one thread: LenderSessions,
-    decode ranks ◄── frames ──► Connection ───────────┘  AdmissionControl, sockets
+    engine's thread ── lend, abort_lease ─► SelectedBox ─┐
+                    ◄── take_freed ── Box of turns ◄─────┤  one thread: LenderSessions,
+    decode ranks ◄── frames ──► Connection ──────────────┘  AdmissionControl, sockets
 
 ``Lender`` is the engine's end of the boxes, ``_LenderLoop`` what the thread owns.
-
-The inbox is emptied after sockets were read and before their messages are handled, so a lease
-is in the table before a claim on it can be.  The clock is read after the sockets as well: a claim
-holds from then on, and was sent earlier.  Lending does not wake the thread unless it
-would sleep longer than the lease lasts.
 """
 
 from __future__ import annotations
@@ -55,16 +50,16 @@ from transport.closing import Closing
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 32
-"""Sockets that are read before the messages of the first of them are handled."""
+"""Sockets that are read before the messages of the first one are handled."""
 
 _ACCEPTS = 16
-"""Connections that one turn takes in."""
+"""Connections that one turn accepts."""
 
 PERIOD_S = 0.002
-"""Between two turns under load: the most that a message waits."""
+"""Between two turns under load: the longest that a message waits."""
 
 SPARE_TURNS = 16
-"""Turns that may follow one another at once, after a pause that was long enough."""
+"""Turns that may follow each other without a pause, after a pause that was long enough."""
 
 
 class SideChannelInUse(OSError):
@@ -72,15 +67,15 @@ class SideChannelInUse(OSError):
 
 
 class LenderBroken(RuntimeError):
-    """The lender's thread died; what is lent would stay lent, so the engine must stop."""
+    """The lender's thread has died; leases would never end, so the engine must stop."""
 
 
 class TurnPacer:
-    """Spaces turns: one each ``period_s``, of which the first ``spare`` come without waiting.
+    """Spaces turns: one per ``period_s``, of which the first ``spare`` come without waiting.
 
-    A wake-up costs several times what the messages cost that it finds: the thread's code and data
-    have left the processor's caches.  So turns are spaced under load, and what arrives between two
-    of them is handled together.  A lender that few readers use has turns to spare and never waits::
+    A wake-up costs several times as much as the messages that it handles, since the thread's code
+    and data have left the processor's caches.  So turns are spaced under load, and messages that
+    arrive between two turns are handled together.  A lender with few readers never waits::
 
         turns   | | | |              first ones at once, as they are needed
                 | | | | | | | |      then one each period, while messages keep coming
@@ -97,7 +92,7 @@ class TurnPacer:
         self._paid_until = float("-inf")
 
     def took(self, now: float) -> float:
-        """A turn was taken at ``now``; returns how many seconds to wait before the next one."""
+        """Record a turn at ``now``; returns how many seconds to wait before the next one."""
         self._paid_until = max(self._paid_until, now) + self._period_s
         return max(0.0, self._paid_until - self._spare_s - now)
 
@@ -107,20 +102,20 @@ class Lender(Closing):
 
     Args:
         welcome: our geometry; a Hello must name its incarnation.
-        host: address to listen at; ``0.0.0.0`` and ``::`` are every one.
-        port: 0 picks a free one; see :attr:`port`.
+        host: address to listen at; ``0.0.0.0`` and ``::`` are all addresses.
+        port: 0 picks a free one (:attr:`port`).
         advertised: the host that tickets name; ``host`` unless given.
-        why_unreachable: why an address cannot read KV, and is refused; empty if it can.
-        security: how readers must authenticate; not at all by default.
-        is_summing: whether checksums of what is lent will be added.
+        why_unreachable: returns why an address cannot read KV and is refused; empty if it can.
+        security: how readers must authenticate; by default they need not.
+        is_summing: whether checksums of what is lent are added.
         limits: bounds of connections.
         clock: seconds that never go back.
 
     Raises:
         SideChannelInUse: the port is taken.
         OSError: the address cannot be listened at.
-        Unprotected: other hosts could reach ``host``, or are told to, and nothing authenticates
-            them.
+        Unprotected: ``host`` or ``advertised`` is reachable from other hosts, and nothing
+            authenticates them.
     """
 
     def __init__(
@@ -157,45 +152,51 @@ class Lender(Closing):
         loop = _LenderLoop(
             self._inbox, self._outbox, door, welcome, is_summing=is_summing, clock=clock
         )
-        self._worker = Worker("pdconn-lender", loop.run, self._inbox, self._outbox)
-        self._worker.start()
+        self._worker = Worker("pdconn-lender", loop.run_lender, self._inbox, self._outbox)
+        self._worker.start_thread()
 
     @property
     def counts(self) -> Counter[str]:
-        """A copy of what was counted since :meth:`take_counts`."""
+        """A copy of the counts since :meth:`take_lease_counts`."""
         self._take_turns()
         return Counter(self._counts)
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
-        """Lend what the ticket with digest ``ticket`` names, until collected as freed.
+        """Lend the blocks of ``request``, until :meth:`take_freed` returns its lease.
+
+        Args:
+            ticket: digest of the ticket.
+            ttl_s: how long the lease, each claim and each renewal hold.
 
         Raises:
             ValueError: ``ttl_s`` is below a millisecond.
         """
+        # The thread is not woken unless it would sleep longer than the lease lasts: a claim, which
+        # comes by a socket, wakes it anyway.
         now = self._clock()
         self._inbox.put_before(LeaseOffer(request, ticket, ttl_s, now), now + ttl_s)
 
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
-        """Rank ``rank`` has summed what ``request`` lends, for readers that verify."""
+        """Add the sums that ``rank`` made of what ``request`` lends, for readers that verify."""
         self._inbox.put(RankSums(request, rank, sums))
 
-    def abort(self, request: str, *, if_unclaimed: bool = False) -> None:
-        """Take the blocks back as soon as no claim on them holds, or only if none ever did."""
+    def abort_lease(self, request: str, *, if_unclaimed: bool = False) -> None:
+        """Free the blocks as soon as no claim on them holds, or only if none was made."""
         self._inbox.put(AbortUnclaimed(request) if if_unclaimed else Abort(request))
 
     def abort_all(self) -> None:
-        """Take all blocks back as soon as no claim on them holds."""
+        """Free all lent blocks, each lease's as soon as no claim on it holds."""
         self._inbox.put(AbortAll())
 
     def revoke_all(self) -> None:
-        """Take all blocks back now: what is being read will not be confirmed."""
+        """Free all lent blocks now: reads of them are not confirmed."""
         self._inbox.put(RevokeAll())
 
-    def collect(self) -> list[FreedLease]:
-        """Leases that ended since the last call; never blocks.
+    def take_freed(self) -> list[FreedLease]:
+        """Leases that ended since the last call.  Never blocks.
 
         Raises:
-            LenderBroken: our thread died.
+            LenderBroken: the lender's thread has died.
         """
         self._take_turns()
         if self._broken is not None:
@@ -203,22 +204,22 @@ class Lender(Closing):
         freed, self._freed = self._freed, []
         return freed
 
-    def take_counts(self) -> dict[str, int]:
+    def take_lease_counts(self) -> dict[str, int]:
         """Leases, claims, refusals and connections counted since the last call."""
         self._take_turns()
         counts, self._counts = self._counts, {}
         return counts
 
     def close(self) -> None:
-        """Stop serving and close every socket.  A second call does nothing."""
-        self._worker.end()
+        """Stop serving and close every socket.  Idempotent."""
+        self._worker.end_thread()
         self._inbox.free_sockets()
 
     def _take_turns(self) -> None:
         """Take what the thread has reported."""
         if not self._outbox.items:
             return
-        for turn in self._outbox.take():
+        for turn in self._outbox.take_all():
             if isinstance(turn, ThreadDied):
                 self._broken = turn.error
             else:
@@ -230,18 +231,17 @@ class Lender(Closing):
 
 @dataclass(frozen=True, slots=True)
 class _LenderTurn:
-    """What ended and what was counted in a turn of the lender's thread."""
+    """Leases that ended and events that were counted in a turn of the lender's thread."""
 
     freed: list[FreedLease]
     counts: dict[str, int]
 
 
 class _Door:
-    """The listener: where connections come in, and what they must show.
+    """The listening socket, its limits, and how its connections authenticate.
 
     Attributes:
-        port: that it listens at.
-        accept_from: when it accepts again, after the system had no room for a connection.
+        accept_from: when it accepts again, after the system could not open a connection.
     """
 
     def __init__(
@@ -258,9 +258,9 @@ class _Door:
         self.accept_from = math.inf
 
     def connection(self, sock: socket.socket) -> Connection:
-        """One that was accepted; OSError where the peer has closed it."""
+        """A connection over an accepted socket; OSError where the peer has closed it."""
         limits, policy = self.limits, self._policy
-        if policy is not None:  # routers write another name of ours into tickets, mostly this one
+        if policy is not None:  # a router may have written this address into the ticket
             policy = policy.reached_at(f"{local_host(sock)}:{self.port}")
         return Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, policy)
 
@@ -288,7 +288,7 @@ class _LenderLoop:
         self._rest_s = 0.0
         self._selector = selectors.DefaultSelector()
 
-    def run(self) -> None:
+    def run_lender(self) -> None:
         """Take turns until the inbox is closed."""
         self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
         self._selector.register(self._door.listener, selectors.EVENT_READ, None)
@@ -306,16 +306,17 @@ class _LenderLoop:
         """Wait, handle what arrived, publish, reply, and close what stalled."""
         timeout_s = self._timeout_s()
         if self._rest_s > 0.0 and timeout_s != 0.0:
-            # Many readers send: let more arrive.  Nothing that is due is late by it.
+            # Under load, wait for more messages, but not longer than until something is due.
             time.sleep(self._rest_s if timeout_s is None else min(self._rest_s, timeout_s))
             timeout_s = self._timeout_s()
         touched = self._take_in(self._selector.select(timeout_s))
         self._apply_commands()
+        # The clock is read after the sockets: a claim holds from now on, and was sent earlier.
         now = self._clock()
         self._rest_s = self._pacer.took(now)
         self._last = self._sessions.turn(now)
         touched += self._last.pending
-        self._report()  # before the replies, so that a reader is never ahead of the counts
+        self._report()  # before the replies: a test that has a reply finds it counted
         for session in touched:
             self._reply(session, now)
         if now >= self._admission.deadline:
@@ -327,7 +328,7 @@ class _LenderLoop:
         self._report()
 
     def _take_in(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> list[Session]:
-        """Handle what arrived; returns the sessions that it arrived for."""
+        """Accept connections and handle messages; returns the sessions with messages."""
         touched: list[Session] = []
         for key, _ in ready:
             if key.data is not None:
@@ -337,7 +338,7 @@ class _LenderLoop:
                     if not self._accept():
                         break
             else:
-                self._inbox.drain()
+                self._inbox.drain_socket()
         for at in range(0, len(touched), _AT_ONCE):
             self._receive(touched[at : at + _AT_ONCE])
         return touched
@@ -353,11 +354,11 @@ class _LenderLoop:
     def _apply_commands(self) -> None:
         if self._inbox.items:
             now = self._clock()
-            for command in self._inbox.take():
-                self._sessions.apply(command, now)
+            for command in self._inbox.take_all():
+                self._sessions.apply_command(command, now)
 
     def _report(self) -> None:
-        """Move what ended and what was counted to the engine's thread."""
+        """Pass freed leases and counts to the engine's thread."""
         freed, counts = self._sessions.freed, self._sessions.counts
         if freed or counts:
             self._outbox.put(_LenderTurn(freed.copy(), dict(counts)))
@@ -365,7 +366,7 @@ class _LenderLoop:
             counts.clear()
 
     def _accept(self) -> bool:
-        """Take one connection in; whether another may wait."""
+        """Accept one connection; whether another may wait."""
         try:
             sock, address = self._door.listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
@@ -396,34 +397,36 @@ class _LenderLoop:
     def _open(self, sock: socket.socket, address: tuple[str, int]) -> None:
         session = Session(f"{address[0]}:{address[1]}")
         connection = self._door.connection(sock)
-        connection.watch(self._selector, session)
+        connection.watch_socket(self._selector, session)
         self._connections[session] = connection
         crowded_out = self._admission.admit(session, address[0], self._clock())
         if crowded_out is not None:
             self._time_out(crowded_out, "too many connections stall")
 
     def _receive(self, sessions: Sequence[Session]) -> None:
-        """Read all these sockets, then handle all messages at one time, read after the last."""
+        """Read all these sockets, then handle their messages, as of a time after the last read."""
         arrived = [(session, bodies) for session in sessions if (bodies := self._bodies(session))]
         if not arrived:
             return
+        # After the sockets and before their messages: the lease that a claim is for is in the table
+        # by then, since the ticket was sent after it was lent.
         self._apply_commands()
         now = self._clock()
         for session, bodies in arrived:
             try:
                 for body in bodies:
-                    self._sessions.handle(session, decode_from_reader(body), now)
+                    self._sessions.handle_messages(session, decode_from_reader(body), now)
                 self._observe(session, not session.greeted, now)  # a whole frame is progress
             except ProtocolError as error:
                 self._sessions.reject(session, error)
 
     def _bodies(self, session: Session) -> list[bytes]:
-        """Messages of a session that are complete now."""
+        """Messages of a session that are complete."""
         connection = self._connections.get(session)
         if connection is None or session.leaving or connection.has_unsent:
             return []  # backpressure: do not read while our replies are unsent
         try:
-            return connection.receive()
+            return connection.receive_frames()
         except Unauthenticated as error:
             self._sessions.counts["connections_unauthenticated"] += 1
             self._warn("pdconn: connection not authenticated: %s peer=%r", error, session.name)
@@ -433,12 +436,12 @@ class _LenderLoop:
         return []
 
     def _reply(self, session: Session, now: float) -> None:
-        """Send this turn's replies, and note whether the session stalls."""
+        """Send this turn's replies, and record whether the session stalls."""
         connection = self._connections.get(session)
         if connection is None:
             return
         try:
-            connection.send(self._sessions.take_frames(session) if session.replies else [])
+            connection.send_frames(self._sessions.take_frames(session) if session.replies else [])
         except SideChannelLost as error:
             self._close(session, str(error))
             return
@@ -451,7 +454,7 @@ class _LenderLoop:
     def _observe(self, session: Session, stalls: bool, now: float) -> None:
         if session.stalls != stalls:
             session.stalls = stalls
-            self._admission.observe(session, stalls, now)
+            self._admission.note_stall(session, stalls, now)
 
     def _time_out(self, session: Session, why: str) -> None:
         self._sessions.counts["connections_timed_out"] += 1
@@ -462,12 +465,12 @@ class _LenderLoop:
         if connection is None:
             return
         log.debug("pdconn: connection closed: %s peer=%r", why, session.name)
-        self._admission.remove(session)
+        self._admission.remove_session(session)
         connection.close()
 
 
 def _within_file_limit(limits: ConnectionLimits) -> ConnectionLimits:
-    """At most half of the file descriptors of this process; the rest are the engine's."""
+    """``limits`` within half of the process's file descriptors; the engine needs the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits
@@ -480,7 +483,7 @@ def _listen(host: str, port: int) -> socket.socket:
     )[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if family == socket.AF_INET6 and is_wildcard(host):  # IPv4 too, whatever the system's default
+    if family == socket.AF_INET6 and is_wildcard(host):  # serve IPv4 too, on every system
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind(address)

@@ -6,8 +6,8 @@
            ◄── FreedLease, counts ──── │ LenderSessions │ ──► session.replies
                                        └────────────────┘
 
-No waiting and no clock here, so that a simulation serves a thousand sessions in virtual time
-with the code that serves real ones.
+It neither waits nor reads a clock, so a simulation serves a thousand sessions in virtual time with
+the code that serves real ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NO_CLAIM = "this connection holds no such claim"
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits(AdmissionLimits):
-    """Bounds of each connection of a lender, beside those of every listener.
+    """Bounds of each connection of a lender, besides those of every listener.
 
     A connection stalls while its peer has not sent a valid Hello, has sent part of a frame, or
     does not read its replies.
@@ -75,26 +75,26 @@ class ConnectionLimits(AdmissionLimits):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The engine takes the blocks of ``request`` back as soon as no claim on them holds."""
+    """Free the blocks of ``request`` as soon as no claim on them holds."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbortUnclaimed:
-    """As :class:`Abort`, unless ``request`` has been claimed."""
+    """Free the blocks of ``request`` unless a rank has claimed them."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """As :class:`Abort`, for everything that is lent."""
+    """Free all lent blocks, each lease's as soon as no claim on it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RevokeAll:
-    """The engine takes all lent blocks back now; what is being read will not be confirmed."""
+    """Free all lent blocks now; reads of them are not confirmed."""
 
 
 EngineCommand = LeaseOffer | Abort | AbortUnclaimed | AbortAll | RevokeAll | RankSums
@@ -102,12 +102,12 @@ EngineCommand = LeaseOffer | Abort | AbortUnclaimed | AbortAll | RevokeAll | Ran
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connection: its peer's name, its unsent replies, and the claims it holds.
+    """One connection: its peer's name, its unsent replies, and the claims that it holds.
 
-    ``stalls``: whether it was stalling when it was last looked at; a new one is.
-    ``claimed`` has its readers by request, until the lease ends.
-    ``leaving``: no further message is handled, and the connection closes once ``replies``
-    are sent.
+    Attributes:
+        leaving: no further message is handled, and the connection closes once ``replies`` are sent.
+        stalls: whether it stalls, as last recorded; a new one does.
+        claimed: its readers by request, until the lease ends.
     """
 
     name: str
@@ -121,11 +121,11 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn leaves to do.
+    """What is left to do after a turn.
 
     Attributes:
-        pending: sessions with replies that are not to the messages just handled.
-        wake_at: when the next turn is due, now if there is work left, or infinity.
+        pending: sessions with replies to earlier messages.
+        wake_at: when the next turn is due: now if there is work left, or infinity.
     """
 
     pending: list[Session] = field(default_factory=list)
@@ -138,14 +138,14 @@ class LenderSessions:
     Args:
         welcome: our geometry; a Hello must name its incarnation.
         is_summing: whether checksums of what is lent will be added.
-        warn: logs the mistakes of peers, as ``Logger.warning``.
-        limits: bounds of what sessions may ask for.
+        warn: logs errors of peers, as ``Logger.warning``.
+        limits: bounds of what sessions may request.
 
     Attributes:
         freed: leases that ended, in order; the owner empties it.
-        counts: what was counted; the owner adds to it and empties it.
+        counts: event counts; the owner adds to them and empties them.
 
-    One thread calls it, and hands over to others what is in ``freed`` and ``counts``.
+    Used by one thread.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class LenderSessions:
         self._warn = warn
         self._limits = limits or ConnectionLimits()
         self._welcome = welcome
-        self._described = Described.of(welcome)
-        # Encoded once, since every session is sent one of the two.
+        self._described = Described.from_welcome(welcome)
+        # Encoded once: every session is sent one of the two.
         self._frames = {id(reply): encode([reply]) for reply in (welcome, self._described)}
         self._leases = LeaseTable()
         self._is_summing = is_summing
@@ -178,16 +178,16 @@ class LenderSessions:
 
     @property
     def num_summed(self) -> int:
-        """Leases whose checksums are kept, or waited for."""
+        """Leases whose checksums are stored, or for which a reader waits."""
         return len(self._checksums)
 
-    def apply(self, command: EngineCommand, now: float) -> None:
+    def apply_command(self, command: EngineCommand, now: float) -> None:
         """Carry out a command of the engine."""
         if isinstance(command, LeaseOffer):
             self.counts["lent"] += 1
-            self._leases.lend(command)
+            self._leases.add_lease(command)
         elif isinstance(command, Abort):
-            self._free(self._leases.abort(command.request, now))
+            self._free(self._leases.abort_lease(command.request, now))
         elif isinstance(command, AbortUnclaimed):
             self._free(self._leases.abort_unclaimed(command.request, now))
         elif isinstance(command, AbortAll):
@@ -195,15 +195,15 @@ class LenderSessions:
         elif isinstance(command, RevokeAll):
             self._free(self._leases.revoke_all())
         elif self._is_summing and self._leases.is_lent(command.request):
-            self._checksums.add(command)
+            self._checksums.add_rank_sums(command)
 
     def turn(self, now: float) -> Turn:
-        """Time passed: free what has expired, and do at most one piece of long work."""
-        freed, wake_at = self._leases.tick(now), self._leases.next_deadline()
+        """Free the leases that have expired, and make at most one checksum answer."""
+        freed, wake_at = self._leases.free_expired(now), self._leases.next_expiry()
         if freed:
             self._free(freed)
         if self._is_summing:
-            answer = self._checksums.work()
+            answer = self._checksums.make_answer()
             if answer is not None:
                 self._reply_later(*answer)
             if self._checksums.has_work:
@@ -211,8 +211,8 @@ class LenderSessions:
         pending, self._pending = self._pending, []
         return Turn(pending, math.inf if wake_at is None else wake_at)
 
-    def handle(self, session: Session, messages: list[FromReader], now: float) -> None:
-        """Handle a session's messages; the first invalid one is rejected and ends the session."""
+    def handle_messages(self, session: Session, messages: list[FromReader], now: float) -> None:
+        """Handle a session's messages.  The first invalid one is rejected and ends the session."""
         try:
             for message in messages:
                 if not session.leaving:
@@ -221,7 +221,7 @@ class LenderSessions:
             self.reject(session, error)
 
     def reject(self, session: Session, error: ProtocolError) -> None:
-        """Reply with what was invalid, and end the session."""
+        """Reply to an invalid message, and end the session."""
         self.counts["bad_messages"] += 1
         self._warn("pdconn: side-channel message rejected: %s peer=%r", error, session.name)
         self._end(session, error.field, str(error.expected), str(error.seen))
@@ -277,7 +277,7 @@ class LenderSessions:
             detail = f"this connection holds {self._limits.claims} claims"
             answer = Denied(RefusalReason.TOO_MANY, detail)
         else:
-            answer = self._leases.claim(message.request, message.reader, message.ticket, now)
+            answer = self._leases.claim_lease(message.request, message.reader, message.ticket, now)
         if isinstance(answer, Denied):
             self.counts[f"refused_{answer.why}"] += 1
         else:
@@ -288,18 +288,18 @@ class LenderSessions:
         session.replies.append(_reply(message, answer))
 
     def _renew(self, session: Session, message: Renew, now: float) -> lease.Grant | Denied:
-        """Only the session that claimed may renew a claim that holds."""
+        """Renew a claim; only the session that holds it may."""
         if self._is_claimed_elsewhere(session, message.request, message.reader, now):
             return Denied(RefusalReason.BAD_READER, "another connection holds this claim")
-        return self._leases.renew(message.request, message.reader, now)
+        return self._leases.renew_lease(message.request, message.reader, now)
 
     def _confirm(self, session: Session, message: Confirm, now: float) -> None:
-        """Say whether the claim held until now; only the session that claimed may ask."""
+        """Confirm that a claim held until now; only the session that holds it may ask."""
         request, reader = message.request, message.reader
         denied: Denied | None = Denied(RefusalReason.BAD_READER, _NO_CLAIM)
         freed: list[FreedLease] = []
         if reader in session.claimed.get(request, ()) or not self._leases.is_lent(request):
-            denied, freed = self._leases.confirm(request, reader, message.ticket, now)
+            denied, freed = self._leases.confirm_lease(request, reader, message.ticket, now)
         if denied is None:
             self.counts["confirmed"] += 1
             self._drop_claim(session, request, reader)
@@ -310,12 +310,12 @@ class LenderSessions:
         self._free(freed)
 
     def _done(self, session: Session, message: Done, now: float) -> None:
-        """Only the session that claimed may end a claim that holds; others may err or lie."""
+        """End a claim; one that holds ends by a message of its own session only."""
         if self._is_claimed_elsewhere(session, message.request, message.reader, now):
             self.counts["done_rejected"] += 1
             return
         self._drop_claim(session, message.request, message.reader)
-        self._free(self._leases.done(message.request, message.reader, message.ticket, now))
+        self._free(self._leases.end_claim(message.request, message.reader, message.ticket, now))
 
     def _drop_claim(self, session: Session, request: str, reader: Reader) -> None:
         ours = session.claimed.get(request, set())
@@ -323,11 +323,11 @@ class LenderSessions:
         ours.discard(reader)
 
     def _ask_checksum(self, session: Session, message: ChecksumRequest) -> None:
-        """Only the session that claimed learns anything about the content of what is lent."""
+        """Answer a checksum request; only a session that holds the claim is given checksums."""
         self.counts["checksum_requests"] += 1
         answer: ChecksumUnavailable | None
         if message.reader in session.claimed.get(message.request, ()):
-            answer = self._checksums.ask(session, message)
+            answer = self._checksums.ask_checksum(session, message)
         else:
             answer = ChecksumUnavailable(message.number, message.reader.pull, _NO_CLAIM)
         if answer is not None:
@@ -336,7 +336,7 @@ class LenderSessions:
     def _is_claimed_elsewhere(
         self, session: Session, request: str, reader: Reader, now: float
     ) -> bool:
-        """Whether ``reader`` holds a claim, and took it on another connection."""
+        """Whether ``reader`` holds a claim that it made on another connection."""
         if reader in session.claimed.get(request, ()):
             return False
         return self._leases.is_claimed(request, reader, now)
@@ -351,7 +351,7 @@ class LenderSessions:
             self.counts[f"freed_{ended.why}"] += 1
             self.freed.append(ended)
             if self._is_summing:
-                for answer in self._checksums.forget(ended.request):
+                for answer in self._checksums.forget_lease(ended.request):
                     self._reply_later(*answer)
             for session in self._claimants.pop(ended.request, ()):
                 session.num_claims -= len(session.claimed.pop(ended.request, ()))

@@ -1,13 +1,11 @@
 """Admission control of a listener: which connections may stay, and how long.
 
-Any host can open a connection.  A connection *stalls* while its peer owes bytes or does not
-read: it has not greeted or sent its request, has sent part of one, or leaves replies unread.
-It is closed after ``stall_s``.  When too many stall at once, the oldest of them is closed, so a
-flood of idle connections delays others by less than their greeting takes.  What a peer owes may
-be of several kinds; then it is the oldest of the kind that most of them owe, so that a flood of one
-kind does not cut another.  One host cannot use up all connections either.
+Any host can open a connection.  A connection *stalls* while it waits for bytes of its peer (a
+greeting, the rest of a request) or while the peer does not read its replies.  It is closed after
+``stall_s``.  When too many connections stall at once, the oldest of them is closed.  One host
+cannot use up all connections.
 
-The side channel of prefill and the router's HTTP listener share this machine; each decides for
+The side channel of prefill and the HTTP listener of the router use this class; each decides for
 itself when a connection stalls.
 
 Pure: time is an argument.
@@ -29,7 +27,7 @@ class AdmissionLimits:
     """Bounds of a listener.
 
     Attributes:
-        connections: open at once; what listens lowers it to fit the process's file limit.
+        connections: open at once; the listener lowers it to fit the process's file limit.
         per_host: open at once from one host.
         stalled: of the open ones, how many may stall at once.
         stall_s: seconds that one may stall.
@@ -46,11 +44,8 @@ class AdmissionLimits:
 class AdmissionControl(Generic[S]):
     """Counts sessions by host, and times those that stall.
 
-    Args:
-        limits: what is allowed.
-
     Attributes:
-        deadline: when a session may be overdue; infinity while none stalls.
+        deadline: when the first session may be overdue; infinity while none stalls.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:
@@ -68,17 +63,19 @@ class AdmissionControl(Generic[S]):
 
     @property
     def is_full(self) -> bool:
-        """Whether as many connections are open as there may be."""
+        """Whether the maximum number of connections is open."""
         return len(self._hosts) >= self._limits.connections
 
     @property
     def is_crowded(self) -> bool:
-        """Whether as many sessions stall as may: the next one closes another."""
+        """Whether the maximum number of sessions stalls; the next one closes another."""
         return sum(map(len, self._stalled.values())) >= self._limits.stalled
 
     @property
     def next_out(self) -> tuple[S, float] | None:
-        """The session that makes room, and since when it stalls; None if none stalls."""
+        """The session that is closed next, and since when it stalls; None if none stalls."""
+        # The oldest one, of the most frequent kind: a flood of idle connections does not close
+        # connections that stall for another reason, and delays others by less than a greeting.
         queue = max(self._stalled.values(), key=len, default=None)
         if not queue:
             return None
@@ -94,17 +91,17 @@ class AdmissionControl(Generic[S]):
         return None
 
     def admit(self, session: S, host: str, now: float, stalls: Hashable = True) -> S | None:
-        """Add a session, which stalls; return the one to close because too many do, or None."""
+        """Add a session, which stalls at first; returns the session to close for it, or None."""
         self._hosts[session] = host
         self._num_of_host[host] += 1
         crowded_out = self.next_out if self.is_crowded else None
-        self.observe(session, stalls, now)
+        self.note_stall(session, stalls, now)
         return None if crowded_out is None else crowded_out[0]
 
-    def observe(self, session: S, stalls: Hashable, now: float) -> None:
-        """Note whether an admitted session stalls now; its timer runs from the first time.
+    def note_stall(self, session: S, stalls: Hashable, now: float) -> None:
+        """Record whether an admitted session stalls now; its timer starts with the first call.
 
-        ``stalls`` is the kind of what its peer owes, where there are several; falsy for nothing.
+        ``stalls`` may name the reason, where a listener has several; falsy: it does not stall.
         """
         for kind, queue in self._stalled.items():
             if kind != stalls:
@@ -114,18 +111,18 @@ class AdmissionControl(Generic[S]):
             queue.setdefault(session, now + self._limits.stall_s)
         self._note_deadline()
 
-    def remove(self, session: S) -> None:
-        """A session was closed; unknown ones are ignored."""
+    def remove_session(self, session: S) -> None:
+        """Remove a closed session.  Unknown sessions are ignored."""
         host = self._hosts.pop(session, None)
         if host is None:
             return
-        self.observe(session, False, 0.0)
+        self.note_stall(session, False, 0.0)
         self._num_of_host[host] -= 1
         if not self._num_of_host[host]:
             del self._num_of_host[host]
 
     def overdue(self, now: float) -> Iterator[S]:
-        """Sessions that stalled for too long.  Close each before asking for the next."""
+        """Sessions that stall for too long.  Close each before taking the next."""
         for queue in list(self._stalled.values()):
             while queue:
                 session, until = next(iter(queue.items()))

@@ -1,4 +1,4 @@
-"""Leases: blocks that are lent under one request, until every reader is done with them.
+"""Leases: the blocks of one request, pinned for readers until every reader is done.
 
 ::
 
@@ -7,19 +7,12 @@
       ├──aborted─────────►│──────revoked──────┤
       └────────────────────────revoked────────┘
 
-*Consumed*: every rank of one pull reported done.  *Expired*: the deadline
-passed.  *Aborted*: the engine takes the blocks back.  While CLOSING, no new pull
-may start, but a pull that holds a claim may still use what it reads, so the
-blocks stay until its claim is done or has expired: that is *drained*, and often at once.
-*Revoked*: the engine takes the blocks back now, and claims end without being done.
+*Consumed*: every rank of one pull has reported done.  *Expired*: the deadline has passed.
+*Aborted*: the engine wants the blocks back.  While CLOSING, no new pull may start; the blocks stay
+until every claim is done or has expired (*drained*, often at once).  *Revoked*: the engine takes
+the blocks back now, and no further claim is confirmed.
 
-The lender counts a claim from *receiving* it, the reader from *sending* it, so the
-reader gives up before the lender frees anything, as long as both clocks run alike.  They need
-not: what a reader has read is valid only once the lease *confirms* that it was not freed
-before, and so it may be *revoked* at any time.
-
-A ``LeaseTable`` finds leases by request, frees each exactly once, and remembers how the last few
-thousand ended, so that the refusal of a late claim says *why*.
+A ``LeaseTable`` finds leases by request and frees each exactly once.
 
 Pure: time is an argument, effects are returned.
 """
@@ -34,7 +27,7 @@ from enum import StrEnum
 from pdconn.protocol.messages import Reader, RefusalReason
 
 MAX_PULLS = 1024
-"""Pulls that one lease keeps track of; best-of-n makes one for each answer."""
+"""Pulls that one lease tracks; best-of-n makes one for each answer."""
 
 MIN_TTL_S = 0.001
 """A time-to-live travels in whole milliseconds."""
@@ -80,15 +73,13 @@ _REFUSALS = {
 
 
 def refusal_after(freed: Freed) -> RefusalReason:
-    """The reason to refuse a claim on a lease that ended this way."""
+    """The reason for which a claim on a lease that ended so is refused."""
     return _REFUSALS[freed]
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOffer:
-    """Blocks that the engine lends: a request's, for ``ttl_s`` seconds from ``at``.
-
-    The one record of lending: the engine's thread makes it, and it reaches the lease unchanged.
+    """The engine lends the blocks of ``request`` for ``ttl_s`` seconds from ``at``.
 
     Attributes:
         request: the request whose blocks are lent.
@@ -160,7 +151,7 @@ class Lease:
         return self._cause if self.state is LeaseState.FREED else None
 
     def claim(self, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
-        """A rank asks to read.  A repeated claim extends the first."""
+        """Grant or refuse a rank's claim.  A repeated claim extends the first."""
         denied = self._denied(reader, now)
         if denied is not None:
             return denied
@@ -181,18 +172,21 @@ class Lease:
         return pull is not None and pull.claims.get(reader.rank, now) > now
 
     def renew(self, reader: Reader, now: float) -> Grant | Denied:
-        """A rank asks for more time.  Only a claim that has not expired can be renewed."""
+        """Renew a rank's claim, unless it has expired."""
         pull = self._pulls.get(reader.pull)
         if pull is None or pull.claims.get(reader.rank, now) <= now:
             return self._denied_claim()
         return self._grant(pull, reader.rank, now)
 
     def confirm(self, reader: Reader, ticket: bytes, now: float) -> Denied | None:
-        """A rank has read everything.  None if its claim held until now, which it then ends.
+        """End a rank's claim after its reads.
 
-        A claim whose time is over is confirmed too while the lease has not been freed: the
-        blocks were not given back, whatever the clocks say.
+        Returns:
+            None if the blocks were lent until now, so that what was read is valid.
         """
+        # The deadline of the claim does not matter here.  The lender counts it from receiving the
+        # claim and the reader from sending it, but clocks may drift or stop; that the lease has not
+        # been freed does not depend on any clock.
         if ticket != self._ticket:
             return _altered()
         pull = self._pulls.get(reader.pull)
@@ -202,10 +196,8 @@ class Lease:
         return None
 
     def done(self, reader: Reader, ticket: bytes, now: float) -> None:
-        """A rank will read no more.  May come twice, or without a claim before it.
-
-        A reader without the ticket's digest never had the ticket, and is ignored.
-        """
+        """A rank reads no more.  May repeat, and needs no claim before it."""
+        # A reader without the ticket's digest never had the ticket: it ends no claim.
         if ticket != self._ticket or self._exceeds_max_pulls(reader):
             return
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
@@ -218,7 +210,7 @@ class Lease:
         self._drain(now)
 
     def abort(self, now: float) -> None:
-        """The engine wants its blocks back as soon as no claim on them holds."""
+        """Free the blocks as soon as no claim on them holds."""
         self._enter("aborted")
         self._drain(now)
 
@@ -228,17 +220,17 @@ class Lease:
         return not self._pulls
 
     def revoke(self) -> None:
-        """The engine takes its blocks back now: no claim is renewed or confirmed any more."""
+        """Free the blocks now: no further claim is renewed or confirmed."""
         self._enter("revoked")
 
-    def tick(self, now: float) -> None:
-        """Time passed."""
+    def expire(self, now: float) -> None:
+        """Expire the lease, and the claims that keep it from being freed, as of ``now``."""
         if now >= self.deadline:
             self._enter("expired")
         self._drain(now)
 
-    def next_deadline(self) -> float:
-        """When ``tick`` may change something."""
+    def next_expiry(self) -> float:
+        """When :meth:`expire` may change the state."""
         if self.state is LeaseState.HELD:
             return self.deadline
         return max(end for pull in self._pulls.values() for end in pull.claims.values())
@@ -282,7 +274,7 @@ class Lease:
 
 
 def _altered() -> Denied:
-    # Never show our digest: a reader that knows it may claim and end the lease.
+    # The detail does not show our digest: with it a reader could claim, and end the lease.
     return Denied(RefusalReason.ALTERED, "the ticket is not the one that prefill issued")
 
 
@@ -298,7 +290,8 @@ class LeaseTable:
     """Leases by request id.
 
     Args:
-        remember: how many ended leases are kept by name (about 100 bytes each).
+        remember: ended leases that are kept by name (about 100 bytes each), so that a late claim
+            is refused with the reason.
     """
 
     def __init__(self, remember: int = 4096) -> None:
@@ -310,7 +303,7 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def lend(self, offer: LeaseOffer) -> None:
+    def add_lease(self, offer: LeaseOffer) -> None:
         """Open a lease.
 
         Raises:
@@ -322,8 +315,10 @@ class LeaseTable:
         lease = self._leases[offer.request] = Lease(offer)
         heapq.heappush(self._timers, (lease.deadline, offer.request))
 
-    def claim(self, request: str, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
-        """Answer a claim; see :meth:`Lease.claim`."""
+    def claim_lease(
+        self, request: str, reader: Reader, ticket: bytes, now: float
+    ) -> Grant | Denied:
+        """Grant or refuse a claim on the lease of ``request``."""
         lease = self._leases.get(request)
         return self._refuse_unknown(request) if lease is None else lease.claim(reader, ticket, now)
 
@@ -336,31 +331,37 @@ class LeaseTable:
         lease = self._leases.get(request)
         return lease is not None and lease.is_claimed(reader, now)
 
-    def renew(self, request: str, reader: Reader, now: float) -> Grant | Denied:
-        """Answer a renewal; see :meth:`Lease.renew`."""
+    def renew_lease(self, request: str, reader: Reader, now: float) -> Grant | Denied:
+        """Renew a claim on the lease of ``request``, unless it has expired."""
         lease = self._leases.get(request)
         return self._refuse_unknown(request) if lease is None else lease.renew(reader, now)
 
-    def confirm(
+    def confirm_lease(
         self, request: str, reader: Reader, ticket: bytes, now: float
     ) -> tuple[Denied | None, list[FreedLease]]:
-        """Answer a confirmation, see :meth:`Lease.confirm`, and free what it was the last of."""
+        """End a claim after its reads.
+
+        Returns:
+            Why what was read is not valid, or None; and the lease, if this was its last reader.
+        """
         lease = self._leases.get(request)
         if lease is None:
             return self._refuse_unknown(request), []
         denied = lease.confirm(reader, ticket, now)
         return denied, [] if denied else self._settle(request, lease)
 
-    def done(self, request: str, reader: Reader, ticket: bytes, now: float) -> list[FreedLease]:
-        """A reader is done; unknown requests are ignored, since a done may repeat."""
+    def end_claim(
+        self, request: str, reader: Reader, ticket: bytes, now: float
+    ) -> list[FreedLease]:
+        """A reader reads no more.  Unknown requests are ignored, since the message may repeat."""
         lease = self._leases.get(request)
         if lease is None:
             return []
         lease.done(reader, ticket, now)
         return self._settle(request, lease)
 
-    def abort(self, request: str, now: float) -> list[FreedLease]:
-        """Take the blocks back as soon as no claim on them holds."""
+    def abort_lease(self, request: str, now: float) -> list[FreedLease]:
+        """Free the lease as soon as no claim on it holds."""
         lease = self._leases.get(request)
         if lease is None:
             return []
@@ -368,36 +369,36 @@ class LeaseTable:
         return self._settle(request, lease)
 
     def abort_unclaimed(self, request: str, now: float) -> list[FreedLease]:
-        """As :meth:`abort`, unless a rank has claimed it."""
+        """Free the lease of ``request`` unless a rank has claimed it."""
         lease = self._leases.get(request)
-        return [] if lease is None or not lease.is_unclaimed else self.abort(request, now)
+        return [] if lease is None or not lease.is_unclaimed else self.abort_lease(request, now)
 
     def abort_all(self, now: float) -> list[FreedLease]:
-        """As :meth:`abort`, for every lease."""
-        return [freed for request in list(self._leases) for freed in self.abort(request, now)]
+        """Free every lease as soon as no claim on it holds."""
+        return [freed for request in list(self._leases) for freed in self.abort_lease(request, now)]
 
     def revoke_all(self) -> list[FreedLease]:
-        """Free every lease now, claimed or not; see :meth:`Lease.revoke`."""
+        """Free every lease now, claimed or not: no further read from it is confirmed."""
         freed: list[FreedLease] = []
         for request, lease in list(self._leases.items()):
             lease.revoke()
             freed += self._settle(request, lease)
         return freed
 
-    def tick(self, now: float) -> list[FreedLease]:
-        """Free what has expired at ``now``.  Cost grows with due timers, not with leases."""
+    def free_expired(self, now: float) -> list[FreedLease]:
+        """Free the leases that have expired at ``now``.  Cost grows with due timers, not leases."""
         freed: list[FreedLease] = []
         while self._timers and self._timers[0][0] <= now:
             _, request = heapq.heappop(self._timers)
             lease = self._leases.get(request)
             if lease is None:
                 continue
-            lease.tick(now)
+            lease.expire(now)
             freed += self._settle(request, lease, timer_spent=True)
         return freed
 
-    def next_deadline(self) -> float | None:
-        """When ``tick`` should run next, or None when nothing is lent."""
+    def next_expiry(self) -> float | None:
+        """When :meth:`free_expired` must run next, or None when nothing is lent."""
         while self._timers and self._timers[0][1] not in self._leases:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
@@ -405,8 +406,8 @@ class LeaseTable:
     def _settle(self, request: str, lease: Lease, timer_spent: bool = False) -> list[FreedLease]:
         freed = lease.freed
         if freed is None:
-            if timer_spent or lease.next_deadline() < lease.deadline:
-                heapq.heappush(self._timers, (lease.next_deadline(), request))
+            if timer_spent or lease.next_expiry() < lease.deadline:
+                heapq.heappush(self._timers, (lease.next_expiry(), request))
             return []
         del self._leases[request]
         self._ended[request] = freed

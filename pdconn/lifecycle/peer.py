@@ -6,8 +6,8 @@
                             │                     │
                             └───────closed────────┴──► CLOSED
 
-Everything that the peer sends is checked before anything is kept for it, so a peer
-is either READY with a complete pairing, or CLOSED with a reason.
+Everything that a peer sends is checked before anything is stored for it, so a peer is either READY
+with a complete pairing, or CLOSED with a reason.
 """
 
 from __future__ import annotations

@@ -13,29 +13,15 @@
 
     GREETING, CLAIMING, HELD, VERIFYING, CONFIRMING ──failed──► FAILED
 
-The claim is taken as soon as the request is known and renewed while it waits in
-the engine's queue; reading starts when the engine has blocks for it (*wanted*).
-Nothing is reported received unless the read settled before the deadline of its claim,
-with ``verify`` the lender's checksum of what it lent equals ours (VERIFYING), and the lender
-confirms after the read that the claim held until then (CONFIRMING).
+A pull claims its lease as soon as the request is known, and renews the claim while the request
+waits in the engine's queue.  It reads once the engine has blocks for it (*wanted*).  It is reported
+received only if the read settled before the deadline of the claim, if, with ``verify``, the
+lender's checksums equal ours (VERIFYING), and if the lender confirms after the read that the claim
+held until then (CONFIRMING).
 
-A pull that fails while a read can still write is DRAINING: it is reported when the
-read settles, or after ``drain_s`` at the latest.  In the latter case the report says that its
-blocks are quarantined: the engine may not use them until the read settles and they are
-*released*.
-
-Each message costs the lender more than what it says.  So pulls from one lender renew together:
-when one is due, the others are asked to *renew along*, and do if most of their own wait is over::
-
-    first   ├─────────────────────► due: renews
-    second       ├─────────────────────►  two thirds are over: renews along, sooner than due
-    third                   ├─────────────────────►  not yet
-
-The deadline counts from *sending* the claim or renewal that was granted, so it passes
-here before it passes at the lender, if both clocks run alike.  It spares reads that cannot be
-confirmed any more.  What is believed does not depend on it: a virtual machine that was frozen for
-minutes sees no time pass, and a clock that is slewed runs slow or fast, but the lender knows
-whether it has given the blocks back.
+A pull that fails while a read can still write is DRAINING: it is reported failed when the read
+settles, or after ``drain_s``.  In the latter case its blocks are quarantined: the engine does not
+use them until the read settles and they are *released*.
 
 Pure: time is an argument, effects are returned.
 """
@@ -52,14 +38,14 @@ RENEWALS_PER_TTL = 3
 """A renewal is sent after a third of the time-to-live, so two may be lost."""
 
 RENEWS_ALONG_FROM = 2 / 3
-"""Of the wait for a renewal: from then on it is sent along with another pull's that is due.
+"""Of the wait for a renewal: after this share it is sent along with a renewal that is due.
 
-So a pull renews at most 1.5 times as often as alone.  What is sent to one lender, where all leases
-last equally long, is more than a third of a wait apart, however many pulls hold claims there.
+So a pull renews at most 1.5 times as often as it would alone, and the messages to one lender are
+more than a third of a wait apart, however many pulls hold claims there.
 """
 
 MIN_RENEWAL_S = 0.05
-"""A third of this is the least time that a pull waits for its next renewal to be due."""
+"""A pull waits for its next renewal for at least a third of this."""
 
 _EXPIRED = "the claim expired and no renewal was answered"
 
@@ -80,7 +66,7 @@ class PullState(StrEnum):
 
 
 ENDED = frozenset((PullState.DONE, PullState.FAILED))
-"""In these nothing more will happen."""
+"""States that no event leaves."""
 
 _RENEWING = frozenset((PullState.HELD, PullState.READING, PullState.VERIFYING))
 
@@ -132,7 +118,7 @@ class SendConfirm:
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
-    """Tell the lender that this rank will read no more."""
+    """Report to the lender that this rank reads no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +133,12 @@ class AskChecksums:
 
 @dataclass(frozen=True, slots=True)
 class ReportReceived:
-    """Every byte has arrived, and the lender says that it was lent while it was read."""
+    """Every byte has arrived, and the lender has confirmed that the blocks were lent until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFailed:
-    """The bytes have not arrived, or cannot be believed.
+    """The bytes have not arrived, or are not valid.
 
     ``quarantined``: a read can still write to the blocks, until :class:`ReportReleased`.
     """
@@ -163,7 +149,7 @@ class ReportFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportReleased:
-    """The last read of a quarantined pull settled: nothing writes to its blocks any more."""
+    """The last read of a quarantined pull has settled: nothing can write to its blocks."""
 
 
 ToLender = SendClaim | SendRenew | SendConfirm | SendDone
@@ -177,9 +163,8 @@ class Patience:
     """How long a pull waits, in seconds.
 
     Attributes:
-        claim_s: for each answer of the lender: greeting, claim, checksum, confirmation.
-        read_s: for our own transport to connect; for its reads, however often the claim is
-            renewed meanwhile; and for our side of a checksum.
+        claim_s: for each answer of the lender (greeting, claim, checksum, confirmation).
+        read_s: for our transport to connect, for its reads, and for our own checksums.
         drain_s: for the reads of a failed pull, before its blocks are quarantined.
     """
 
@@ -192,12 +177,12 @@ class Pull:
     """One rank's pull.
 
     Args:
-        patience: how long it waits for what.
+        patience: its time limits.
         now: seconds of any steady clock.
-        verify: whether what was read must be verified.
+        verify: whether to compare checksums after the read.
 
-    ``want`` may come at any time before the end; a failure before it is kept, and
-    reported once the engine wants the blocks, or never if it cancels.
+    ``want`` may be called at any time before the end.  A failure before it is kept, and reported
+    once the engine wants the blocks, or never if the engine cancels.
 
     Attributes:
         state: where the pull stands.
@@ -228,23 +213,24 @@ class Pull:
         return self._reason
 
     def welcomed(self, now: float) -> list[Effect]:
-        """The lender's geometry is known and fits; our transport connects to it."""
+        """The lender has answered the greeting and fits; our transport connects to it."""
         if self.state is PullState.GREETING:
             self._wait_until = now + self._patience.read_s
         return []
 
     def greeted(self, now: float) -> list[Effect]:
-        """Our transport reaches the lender."""
+        """Our transport has connected to the lender."""
         if not self._enter("greeted"):
             return []
         self._wait_until = now + self._patience.claim_s
         return [SendClaim(self._next_seq(now))]
 
     def granted(self, seq: int, ttl_s: float, now: float) -> list[Effect]:
-        """The lender granted claim or renewal ``seq``; answers to older ones are ignored.
-
-        A grant that arrives after its own deadline grants nothing.
-        """
+        """The lender has granted claim or renewal ``seq``; answers to older ones are ignored."""
+        # The deadline counts from sending, so it passes here before it passes at the lender if both
+        # clocks run alike.  It only saves reads that could not be confirmed: a frozen virtual
+        # machine sees no time pass, and a slewed clock runs slow or fast, so what was read is
+        # valid only once the lender has confirmed it.
         sent = self._sent.get(seq)
         if sent is None or (self.state, "granted") not in TRANSITIONS:
             return []
@@ -252,7 +238,7 @@ class Pull:
         self._deadline = max(self._deadline, sent + ttl_s)
         self._await_renewal(sent, ttl_s)
         self._enter("granted")
-        if now >= self._deadline:
+        if now >= self._deadline:  # a grant that arrives after its own deadline
             return self.fail("the claim had expired when its grant arrived", now)
         return self._read_if_wanted(now)
 
@@ -266,7 +252,7 @@ class Pull:
         return self._read_if_wanted(now)
 
     def settled(self, error: str | None, now: float) -> list[Effect]:
-        """No read of this pull can write any more; ``now`` is when that was observed."""
+        """No read of this pull can write any longer, as observed at ``now``."""
         if self.state is PullState.READING:
             return self._copied(error, now)
         was = self.state
@@ -277,36 +263,36 @@ class Pull:
         return [SendDone(), ReportFailed(self._reason or "failed")]
 
     def answered(self, now: float) -> list[Effect]:
-        """The lender's checksums have arrived; ours are still to be computed."""
+        """The lender's checksums have arrived; ours may still be computed."""
         if self.state is PullState.VERIFYING:
             self._wait_until = now + self._patience.read_s
         return []
 
     def verified(self, problem: str | None, now: float) -> list[Effect]:
-        """The checksums were compared; ``problem`` says how they differ."""
+        """The checksums have been compared; ``problem``: how they differ, or None."""
         if problem is not None:
             return self.fail(problem, now) if self.state is PullState.VERIFYING else []
         return self._confirm(now) if self._enter("verified") else []
 
     def confirmed(self, seq: int) -> list[Effect]:
-        """The lender says that the claim held until it received confirmation request ``seq``."""
+        """The lender has confirmed that the claim held until it received request ``seq``."""
         if seq != self._seq or not self._enter("confirmed"):
             return []
         return [ReportReceived()]
 
-    def fail(self, reason: str, now: float, tell: bool = True) -> list[Effect]:
-        """The pull cannot succeed; ``tell``: whether to send the lender a Done."""
+    def fail(self, reason: str, now: float, notify: bool = True) -> list[Effect]:
+        """The pull cannot succeed.  ``notify``: whether to send the lender a Done."""
         if (self.state, "failed") not in TRANSITIONS:
             return []
         self._reason = reason
         if self._enter("failed") is PullState.DRAINING:
             self._wait_until = now + self._patience.drain_s
             return []
-        done: list[Effect] = [SendDone()] if tell else []
+        done: list[Effect] = [SendDone()] if notify else []
         return [*done, ReportFailed(reason)] if self.wanted else done
 
     def abandon(self, reason: str, now: float) -> list[Effect]:
-        """As :meth:`fail`, without waiting for a read that runs."""
+        """Fail the pull, and quarantine its blocks at once if a read can still write to them."""
         effects = self.fail(reason, now)
         if self.state is PullState.DRAINING:
             self._wait_until = now
@@ -314,7 +300,7 @@ class Pull:
         return effects
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passed: renew, or give up."""
+        """Renew the claim or fail the pull, as is due at ``now``."""
         state = self.state
         if state in (PullState.GREETING, PullState.CLAIMING) and now >= self._wait_until:
             return self.fail(f"no answer to the claim while {state}", now)
@@ -328,13 +314,21 @@ class Pull:
         return self._tick_claim(now) if state in _RENEWING else []
 
     def renew_along(self, now: float) -> list[Effect]:
-        """Another pull renews its claim on the same lender: renew this one too, or wait on."""
+        """Renew along with a pull of the same lender that is due, if most of our wait is over.
+
+        ::
+
+            first   ├─────────────────────► due: renews
+            second       ├─────────────────────►  two thirds are over: renews too
+            third                   ├─────────────────────►  not yet
+        """
+        # A message costs the lender more than what it contains, so renewals share messages.
         if self._renew_at is None or now < self._renew_from:
             return []
         return self._send_renewal(now) if self.state in _RENEWING and now < self._deadline else []
 
     def next_deadline(self) -> float | None:
-        """When ``tick`` may do something, or None when only an event can."""
+        """When :meth:`tick` may have an effect, or None when only an event can."""
         if self.state in ENDED or self.state is PullState.QUARANTINED:
             return None
         if self.state not in _RENEWING:
@@ -345,7 +339,7 @@ class Pull:
         return min(times)
 
     def _copied(self, error: str | None, now: float) -> list[Effect]:
-        """The read has settled: the pull verifies, confirms, or fails without draining."""
+        """Verify, confirm, or fail after the read has settled."""
         if error is None and now < self._deadline:
             if not self._verify:
                 self._enter("settled")
@@ -380,7 +374,7 @@ class Pull:
         return [SendRenew(self._next_seq(now))]
 
     def _await_renewal(self, sent: float, left_s: float) -> None:
-        """The last claim or renewal was sent at ``sent``, when ``left_s`` were left of the time."""
+        """Schedule the renewal after one sent at ``sent``, ``left_s`` before the deadline."""
         wait_s = left_s / RENEWALS_PER_TTL
         self._renew_at = sent + wait_s
         self._renew_from = sent + RENEWS_ALONG_FROM * wait_s

@@ -23,11 +23,9 @@ HMAC-SHA256); tags are those of keyed BLAKE2b (RFC 7693), which takes less time 
 
 So no frame of one connection is valid on another (fresh nonces), in the other direction
 (labels), or elsewhere in the stream (sequence numbers).  The *endpoint* is the ``host:port``
-that the reader dialled, as the ticket names it, and it must be one of the lender's own: a forged
+that the reader dials, as the ticket names it, and it must be one of the lender's own: a forged
 ticket that sends a reader to another host cannot have its handshake relayed to the true
-lender.  A lender has several, since routers write another name of its into tickets: the host that
-it advertises, and the address at which the connection came in.  It finds the one that the reader's
-proof was made with.  There is no encryption: bodies travel in the clear unless TLS is below.
+lender.  There is no encryption: bodies travel in the clear unless TLS is below.
 
 Nonces are arguments; no error shows a byte of a secret, key, proof or tag.
 """
@@ -62,8 +60,8 @@ class AuthError(ProtocolError):
 class Secret:
     """At least 16 bytes that readers and lenders share.  Its repr and errors hide them.
 
-    One newline at the end is not part of it, so a file that an editor or ``echo``
-    wrote holds the same secret as the variable that it was written from.
+    One newline at the end is not part of it, so a file that an editor or ``echo`` has written
+    holds the same secret as an environment variable.
     """
 
     __slots__ = ("_value",)
@@ -135,15 +133,15 @@ class _Side:
 
     @property
     def has_proven(self) -> bool:
-        """Whether our proof is sent: a peer that closes now probably rejected it."""
+        """Whether our proof was sent; a peer that closes now has probably rejected it."""
         return bool(self._session)
 
-    def start(self) -> list[bytes]:
-        """Frames to send before any arrived."""
+    def opening_frames(self) -> list[bytes]:
+        """Frames to send before the first one arrives."""
         return []
 
-    def feed(self, body: bytes) -> tuple[list[bytes], list[bytes]]:
-        """A frame arrived; return messages for the application and frames to send.
+    def feed_frame(self, body: bytes) -> tuple[list[bytes], list[bytes]]:
+        """Process an incoming frame; returns messages for the application, and frames to send.
 
         Raises:
             AuthError: any frame but the one that may arrive now.
@@ -160,7 +158,7 @@ class _Side:
             raise
 
     def opened(self, bodies: Sequence[bytes]) -> list[bytes]:
-        """The messages of sealed frames; as :meth:`feed`, for when :attr:`is_ready`.
+        """The messages of several sealed frames, once :attr:`is_ready`.
 
         Raises:
             AuthError: one of them is not the next that the peer sealed.
@@ -175,7 +173,7 @@ class _Side:
             raise
 
     def seal(self, body: bytes) -> bytes:
-        """``body`` with its tag before it; frames must be sent in the order of sealing.
+        """``body`` behind its tag; frames must be sent in the order of sealing.
 
         Raises:
             AuthError: the peer is not authenticated.
@@ -208,7 +206,7 @@ class ReaderAuth(_Side):
         super().__init__(secret, nonce, _Kind.CHALLENGE)
         self._endpoint = endpoint
 
-    def start(self) -> list[bytes]:
+    def opening_frames(self) -> list[bytes]:
         """The hello."""
         return [_handshake(_Kind.HELLO, self._nonce)]
 
@@ -230,7 +228,7 @@ class LenderAuth(_Side):
 
     Args:
         nonce: 32 random bytes, new for every connection.
-        endpoints: our ``host:port``, in each way that readers may name it.
+        endpoints: our ``host:port``, by each name that readers may dial.
     """
 
     def __init__(self, secret: Secret, nonce: bytes, endpoints: Sequence[str] = ("",)) -> None:
@@ -251,6 +249,8 @@ class LenderAuth(_Side):
 
     def _proven_by(self, proof: bytes) -> bytes:
         """The session of the endpoint that the reader's proof was made with."""
+        # Several endpoints are ours: the host that we advertise, and the address at which the
+        # connection came in, which a router may have written into the ticket.
         for session in self._sessions:
             if hmac.compare_digest(proof, hmac.digest(session, b"reader proves", "sha256")):
                 return session
@@ -269,11 +269,11 @@ def _payload(kind: _Kind, body: bytes) -> bytes:
     if not body.startswith(_LABEL) or len(body) < _HEAD:
         seen = f"{len(body)} other bytes: does the peer have a secret?"
         raise AuthError("handshake", f"pdconn's {kind.label}", seen)
-    version, came = body[len(_LABEL)], body[len(_LABEL) + 1]
+    version, seen_kind = body[len(_LABEL)], body[len(_LABEL) + 1]
     if version != VERSION:
         raise AuthError("handshake version", VERSION, version)
-    if came != kind:
-        raise AuthError("handshake frame", f"{kind.value} ({kind.label})", came)
+    if seen_kind != kind:
+        raise AuthError("handshake frame", f"{kind.value} ({kind.label})", seen_kind)
     if len(body) != _HEAD + _PAYLOAD:
         raise AuthError(f"{kind.label}, bytes", _HEAD + _PAYLOAD, len(body))
     return body[_HEAD:]

@@ -1,16 +1,8 @@
 """Whether two engines interpret the bytes of a block alike.
 
-An engine describes this in *traits*: short texts by field name (model, dtype, packing).
-The fields are compared one by one, and all that differ are named, so that an operator sees
-the whole difference and not its first field.  A digest of them travels along, so that a
-message that was put together wrongly is found.
-
-Weights (:data:`WEIGHTS`) are compared by what proves them: texts of which each alone is proof
-enough, such as a commit and a digest of files.  One in common is enough, and where nothing proves
-which weights an engine has (:data:`UNPROVEN`), they are not the same as any others.
-
-Traits of a drafter (:data:`DRAFT`) are of layers that not every engine has.  A reader without a
-drafter may read from a lender that has one; a reader with a drafter needs a lender with the same.
+An engine describes this in *traits*: short texts by field name (model, dtype, packing).  An error
+names all fields that differ.  A digest of the traits travels along, to detect a message that was
+put together wrongly.
 """
 
 from __future__ import annotations
@@ -25,13 +17,13 @@ DRAFT = "speculative_config."
 """Begins the names of a drafter's traits."""
 
 DRAFT_METHOD = f"{DRAFT}method"
-"""Every drafter has one: the only trait that is named where a lender has no drafter."""
+"""Every drafter has this trait; the only one that an error names if the lender has no drafter."""
 
 WEIGHTS = "weights"
 """Ends the name of a trait that lists proofs, with a space between them."""
 
 UNPROVEN = "unproven: "
-"""Begins such a trait where there is no proof; why not comes after it."""
+"""Prefix of such a trait without a proof; the reason follows it."""
 
 NOTHING = "nothing"
 """Shown for a field that one side does not have."""
@@ -50,7 +42,7 @@ class Difference:
 
 
 def proofs_in(trait: str | None) -> frozenset[str]:
-    """What proves the weights that a trait is of; empty if nothing does."""
+    """The proofs that a trait of weights lists; empty if it is unproven."""
     return frozenset(() if trait is None or trait.startswith(UNPROVEN) else trait.split())
 
 
@@ -61,11 +53,13 @@ def traits_digest(traits: Mapping[str, str]) -> str:
 
 
 def trait_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Every field that keeps us from reading what they lend, in order of its name.
+    """The fields that prevent us from reading what they lend, in order of their names.
 
     >>> trait_differences({"model": "a", "dtype": "bf16"}, {"model": "b", "dtype": "bf16"})
     (Difference(field='model', theirs='b', ours='a'),)
     """
+    # Layers of a drafter are optional: a reader without a drafter may read from a lender that has
+    # one; a reader with a drafter needs a lender with the same.
     needed = {*ours} if any(name.startswith(DRAFT) for name in theirs) else {DRAFT_METHOD}
     return tuple(
         Difference(name, theirs.get(name, NOTHING), ours.get(name, NOTHING))
@@ -77,5 +71,7 @@ def trait_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tup
 
 def _agree(name: str, ours: str | None, theirs: str | None) -> bool:
     if name in (WEIGHTS, DRAFT + WEIGHTS):
+        # Each proof (a commit, a digest of files) suffices alone, so one in common is enough.
+        # Without a proof, weights are not the same as any others.
         return not proofs_in(ours).isdisjoint(proofs_in(theirs))
     return ours == theirs

@@ -1,8 +1,4 @@
-"""Errors of the other side.
-
-Every error carries the field, the expected and the seen value, so that a log line or an
-HTTP body can show all three.
-"""
+"""Errors that the peer makes; each has the field, the expected value and the one that was seen."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from transport.errors import FieldError, shown
 
 
 class ProtocolError(FieldError):
-    """Base of the errors that the other side can make."""
+    """Base of the errors that the peer can make."""
 
     show = shown
 
@@ -24,7 +20,7 @@ class MessageError(ProtocolError):
 
 
 class TicketError(ProtocolError):
-    """``kv_transfer_params`` that do not name KV that we can pull."""
+    """``kv_transfer_params`` that are no ticket, or a ticket for KV that we cannot pull."""
 
 
 class PeerMismatch(ProtocolError):

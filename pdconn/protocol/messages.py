@@ -53,7 +53,7 @@ from pdconn.protocol.proof import ChecksumQuery, PieceSum
 from registration.references import KVCacheReferences
 
 PROTOCOL_VERSION = 5
-"""Raised whenever an engine of the version before could misread a message."""
+"""Incremented whenever an engine of the version before could misread a message."""
 
 
 class RefusalReason(StrEnum):
@@ -90,9 +90,9 @@ class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """First message of a connection: its engine, and the incarnation that its ticket names.
+    """First message of a connection: the reader's engine, and the incarnation of its ticket.
 
-    Without a ticket, to warm a connection up, any incarnation will do.
+    ``wants`` is None to warm a connection up without a ticket: any incarnation fits.
     """
 
     version: int
@@ -103,9 +103,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
     """The lender's answer: all its ranks, and how to interpret its bytes.
 
-    ``traits`` name everything about the content of a block that geometry does
-    not (dtype, packing, model, weights); they must agree on both sides.  ``digest`` is
-    theirs (:func:`pdconn.protocol.compat.traits_digest`).
+    ``traits`` name everything about the content of a block that geometry does not (dtype, packing,
+    model, weights); they must agree on both sides.  ``digest`` is the digest of the traits
+    (:func:`pdconn.protocol.compat.traits_digest`).
     """
 
     version: int
@@ -116,28 +116,28 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     ranks: tuple[RankGeometry, ...]
 
     @classmethod
-    def of(
+    def in_our_version(
         cls,
         engine_id: str,
         incarnation: str,
         traits: dict[str, str],
         ranks: tuple[RankGeometry, ...],
     ) -> Welcome:
-        """In our version, with the traits' digest."""
+        """A Welcome of our protocol version, with the digest of ``traits``."""
         digest = traits_digest(traits)
         return cls(PROTOCOL_VERSION, engine_id, incarnation, traits, digest, ranks)
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe", forbid_unknown_fields=True):
-    """The only message of a connection that asks for this engine's KV geometry."""
+    """Asks for this engine's KV geometry; the only message of its connection."""
 
     version: int
 
 
 class Described(msgspec.Struct, frozen=True, tag="described", forbid_unknown_fields=True):
-    """An engine's KV geometry for comparison: as ``Welcome``, but useless for reading.
+    """An engine's KV geometry for comparison: a ``Welcome`` with which nothing can be read.
 
-    Transport addresses are left out, and allocations have no true base address.
+    It has no transport addresses, and no base addresses of allocations.
     """
 
     version: int
@@ -147,8 +147,8 @@ class Described(msgspec.Struct, frozen=True, tag="described", forbid_unknown_fie
     ranks: tuple[RankGeometry, ...]
 
     @classmethod
-    def of(cls, welcome: Welcome) -> Described:
-        """The part of a Welcome that any client may see."""
+    def from_welcome(cls, welcome: Welcome) -> Described:
+        """The part of ``welcome`` that any client may see."""
         ranks = tuple(
             RankGeometry(rank.pp_rank, rank.tp_rank, b"", rank.references.without_addresses())
             for rank in welcome.ranks
@@ -182,10 +182,9 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm", forbid_unknown_fields=True):
-    """This reader has read everything: did its claim hold until now?
+    """Asks, after the last read has settled, whether the claim held until now.
 
-    Sent after the last read has settled.  A claim that is confirmed is done.
-    ``ticket`` is the ticket's digest, as in the claim.
+    A claim that is confirmed is done.  ``ticket`` is the ticket's digest, as in the claim.
     """
 
     seq: int
@@ -195,7 +194,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm", forbid_unknown_fields=
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
-    """This reader will read nothing more, even if it never has.
+    """This reader reads no more; it may have read nothing.
 
     ``ticket`` is the ticket's digest, as in the claim.
     """
@@ -263,7 +262,7 @@ class ChecksumUnavailable(
 
 FromReader = Hello | Describe | Claim | Renew | ChecksumRequest | Confirm | Done
 PullReply = Granted | Confirmed | Refused | Checksum | ChecksumUnavailable
-"""What a lender says to one pull."""
+"""A lender's replies to one pull."""
 
 ToReader = Welcome | Rejected | PullReply
 ToTool = Described | Rejected
@@ -320,7 +319,7 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
 def decode_from_lender(body: bytes, to_tool: bool = False) -> list[FromLender]:
     """The messages of a prefill engine to a decode engine, or to an operator's tool.
 
-    What is meant for the other one is refused by its tag, before the rest of it is decoded.
+    Messages for the respective other are refused by their tag, before the rest is decoded.
 
     Raises:
         MessageError: not a list of known messages, or a value out of bounds.
@@ -415,16 +414,16 @@ def frame(body: bytes) -> bytes:
 class Frames:
     """Splits a byte stream into frames with bodies of at most ``max_nbytes``.
 
-    ``max_later`` is the limit of all bodies but the first, where that is another.
+    ``max_later`` limits all bodies but the first, where that differs.
 
     Attributes:
         unfinished: bytes of a frame that has not arrived whole.
 
     Example:
         >>> frames = Frames(max_nbytes=16)
-        >>> frames.feed(frame(b"one") + frame(b"two")[:5])
+        >>> frames.feed_bytes(frame(b"one") + frame(b"two")[:5])
         [b'one']
-        >>> frames.feed(frame(b"two")[5:])
+        >>> frames.feed_bytes(frame(b"two")[5:])
         [b'two']
     """
 
@@ -433,8 +432,8 @@ class Frames:
         self._max_later = max_nbytes if max_later is None else max_later
         self.unfinished = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bytes arrived; return the bodies that they complete.
+    def feed_bytes(self, data: bytes) -> list[bytes]:
+        """Append incoming bytes; returns the bodies of the frames that they complete.
 
         Raises:
             FrameError: a length above the limit or below a CRC's, or a body with another CRC;

@@ -1,10 +1,10 @@
-"""Prefixes in ``kv_transfer_params``: one that is asked for, and one that was lent.
+"""Our keys in ``kv_transfer_params`` for prefixes: to ask for one, and to use one.
 
-Beside vLLM's keys stand ours, in ``pdconn``; a request has at most one of these::
+They are in ``pdconn``, next to vLLM's keys; a request has at most one of these::
 
-    "lend": 3200        of the engine that holds it: a ticket for the first 3200 tokens
-    "from": {...}       of the engine that computes the rest: that ticket
-    "lend_back": false  of the engine that answers: no ticket for prompt and answer, please
+    "lend": 3200        to the engine that holds the prefix: return a ticket for 3200 tokens
+    "from": {...}       to the engine that computes the rest: that ticket
+    "lend_back": false  to the engine that answers: return no ticket for prompt and answer
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def lend_of(params: object, num_prompt_tokens: int) -> int | None:
 
 
 def ticket_from(params: object) -> object:
-    """What a request names as the ticket for its prefix, of any type; None if it names none."""
+    """The ticket for its prefix in a request's parameters, of any type; None without one."""
     return _ours(params).get("from")
 
 
 def lends_back(params: object) -> bool:
-    """Whether a request takes a ticket for its prompt and answer; it need not say so."""
+    """Whether a request accepts a ticket for its prompt and answer; by default it does."""
     return _ours(params).get("lend_back", True) is not False
 
 
 def next_turn(ticket: dict[str, Any]) -> dict[str, Any]:
-    """``kv_transfer_params`` of prefill's request for the next turn: it pulls, and lends on."""
+    """``kv_transfer_params`` for the next turn: prefill pulls with ``ticket``, then lends."""
     return {"do_remote_prefill": False, "do_remote_decode": True, "pdconn": {"from": ticket}}
 
 
 def parse_prefix_ticket(given: object, max_blocks: int) -> Ticket:
-    """A ticket for a prefix, as a request names it; see :func:`parse_ticket`.
+    """Read a ticket for a prefix, which covers at least one token.
 
     Raises:
         TicketError: naming the field, the expected and the seen value.

@@ -1,9 +1,9 @@
 """Checksum queries: what a reader asks of one rank of the lender, and the answer.
 
-Chunks are named by their position in the lender's own geometry, which the reader has from
-the Welcome, and everything is a range, so a query takes some 20 bytes per group of layers,
-whatever the prompt's length.  Both sides compute which blocks of a range are in the sample
-(see :mod:`pdconn.integrity.sums`).
+Chunks are named by their position in the lender's geometry, which the reader has from the Welcome,
+and everything is a range: a query takes some 20 bytes per group of layers, whatever the length of
+the prompt.  Both sides compute which blocks of a range are in the sample
+(:mod:`pdconn.integrity.sums`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdconn.protocol.errors import MessageError
 from pdconn.protocol.limits import MAX_GROUPS, MAX_LAYER_CHUNKS, MAX_RANKS
 
 MAX_SHARES = 256
-"""Of one query.  Usually there is one per KV cache group; for more, a reader asks again."""
+"""Of one query.  Usually there is one per KV cache group; a reader with more sends more queries."""
 
 MAX_NUMBER = 2**31 - 1
 

@@ -36,7 +36,7 @@ MAX_CUTS = 64
 _PROMPT_HEX = 32
 
 TOKENS = msgspec.msgpack.Encoder(enc_hook=int)
-"""Of a kind that msgpack does not know, such as numpy's, a token is still a number."""
+"""Encodes tokens; those of a type that msgpack does not know, such as numpy's, as integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class BlockList:
 
 @dataclass(frozen=True, slots=True)
 class TicketCut:
-    """A place in what is lent, up to which it may be used alone.
+    """A prefix of what is lent that a reader may use alone.
 
     Attributes:
-        num_tokens: from the beginning.
-        digest: of the tokens up to there.
+        num_tokens: of the prefix.
+        digest: of these tokens.
     """
 
     num_tokens: int
@@ -84,9 +84,9 @@ class Ticket:
     """A promise of KV: its lender, its request id there, and its blocks.
 
     ``prompt`` is a digest of the prompt that the KV was computed from.  Prefill and decode build
-    tickets alike, so prefill makes none that decode refuses.  ``cuts``, in ascending order, are for
-    who shares less than all of it.  ``adapter`` is a digest of the adapter's files; empty without
-    one, and where adapters are compared by name alone.
+    tickets with the same checks, so prefill makes none that decode refuses.  ``cuts``, in ascending
+    order, are prefixes that a prompt may share instead of all of it.  ``adapter`` is a digest of
+    the adapter's files; empty without one, and where adapters are compared by name alone.
 
     Raises:
         TicketError: a name that is too long or not printable, or a number out of bounds.
@@ -187,7 +187,7 @@ def prompt_digest(tokens: Sequence[int], adapter: str = "", features: Iterable[s
 
 
 def closed_digest(digest: Any, adapter: str, features: Iterable[str], more: str = "") -> str:
-    """The digest of tokens that were given to ``digest``, and of what else their KV depends on."""
+    """The digest of the tokens in ``digest``, and of everything else that their KV depends on."""
     digest.update(f"|{adapter}".encode())
     for feature in features:
         digest.update(f"|{feature}".encode())
@@ -340,9 +340,9 @@ def _block_list(index: int, first: object, ids: object) -> BlockList:
 def whole(number: object) -> int | None:
     """A whole number as JSON may carry it, or None if it is not one.
 
-    A protobuf ``Struct`` and some languages know no integers, so a router that keeps the ticket in
+    A protobuf ``Struct`` and some languages have no integers, so a router that keeps the ticket in
     one of those sends 5600.0 for 5600.  Every number of a ticket is below 2**53, up to which
-    doubles hold all integers.
+    doubles represent all integers.
 
     >>> whole(7.0), whole(7.5), whole(True), whole(1e300)
     (7, None, None, None)

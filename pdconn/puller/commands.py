@@ -1,9 +1,9 @@
-"""What the engine asks of the puller, and what it reports: records, made once and passed on whole.
+"""Commands of the engine to the puller, and the puller's reports.
 
 ::
 
-    Pulling ── a step's metadata ──► PdWorker ── Puller.post ──► Pulls.apply_command
-            ◄── get_transfer_results ── Puller.collect ◄── Pulls.reports
+    Pulling ── a step's metadata ──► PdWorker ── Puller.post_command ──► Pulls.apply_command
+            ◄── get_transfer_results ── Puller.take_results ◄── Pulls.reports
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pdconn.protocol.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class ClaimTicket:
-    """Claim what ``ticket`` names for ``request``, and renew the claim, under the id ``pull``.
+    """Claim the lease of ``ticket`` for ``request`` under the id ``pull``, and renew the claim.
 
-    Posted as soon as the request is known, so that waiting in the engine's queue costs
-    nothing and greeting a new peer overlaps with it.
+    Posted as soon as the request is known, so that greeting a new peer overlaps with the time in
+    the engine's queue.
 
     Attributes:
-        is_awaited: whether the engine waits for the claim before it gives the request blocks:
-            each rank tells then whether it was granted, and whether it was lost since.
+        is_awaited: whether the engine waits for the claim before it gives the request blocks.
+            Each rank then reports that the claim was granted, and that it was lost.
     """
 
     request: str
@@ -34,7 +34,7 @@ class ClaimTicket:
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """The request has blocks: read what ``need`` names into them, then report it."""
+    """Read ``need`` into the request's blocks, then report it."""
 
     request: str
     need: Need
@@ -42,7 +42,7 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FailPull:
-    """Report the request as failed: its ticket is wrong, as ``reason`` says."""
+    """Report the request as failed, because of ``reason``: its ticket is invalid."""
 
     request: str
     reason: str
@@ -50,21 +50,21 @@ class FailPull:
 
 @dataclass(frozen=True, slots=True)
 class CancelPull:
-    """Give the claim up.  A read that was asked for is still reported, once it is safe."""
+    """Give up the claim.  After :class:`ReadBlocks` the pull is reported once it settles."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonPull:
-    """Report the request as failed now: a read that runs is left behind, and its blocks too."""
+    """Report the request as failed now; its blocks are quarantined if a read is in flight."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class CompareAnew:
-    """Our weights have changed: lenders must agree with ``traits`` before a pull uses them."""
+    """Our weights have changed: compare lenders with ``traits`` before a pull uses them."""
 
     traits: dict[str, str]
 
@@ -76,11 +76,14 @@ Command = ClaimTicket | ReadBlocks | FailPull | CancelPull | AbandonPull | Compa
 class PullRecord:
     """One rank's pull, once it was received.  Times in seconds.
 
-    ``claim_s`` runs from first hearing of the request to the granted claim,
-    ``plan_s`` is the planning, ``plan_wait_s`` what of it came after the claim was
-    granted, ``post_s`` and ``transfer_s`` are the slowest of its reads, ``total_s``
-    runs from the engine's ReadBlocks to the report, and ``age_s`` from first hearing of
-    the request to it.  ``begins`` is the plan's.
+    Attributes:
+        claim_s: from the request's arrival at the puller to the granted claim.
+        plan_s: of planning.
+        plan_wait_s: the part of it after the claim was granted.
+        post_s, transfer_s: of the slowest of its reads.
+        total_s: from the engine's ReadBlocks to the report.
+        age_s: from the request's arrival at the puller to the report.
+        begins: of the plan.
     """
 
     request: str
@@ -110,16 +113,16 @@ class FailedPull:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nothing can write to the blocks of a quarantined ``request`` any more."""
+    """Nothing can write to the blocks of a quarantined ``request`` any longer."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimOutcome:
-    """What came of an awaited claim at ``rank``: it was granted, or there is a ``problem``.
+    """The outcome of an awaited claim at ``rank``: it was granted, or there is a ``problem``.
 
-    A claim that was granted and is lost before its blocks are known is told a second time.
+    A claim that is lost after it was granted, before its blocks are known, is reported again.
     """
 
     request: str

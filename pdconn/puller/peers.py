@@ -1,18 +1,18 @@
-"""The lenders that a decode rank knows: one peer per lender boot, in one table.
+"""The lenders of a decode rank: one peer per lender boot, in one table.
 
-``Rank`` is we ourselves: a lender is paired with our memory once its KV means the same as ours.
+``Rank`` describes our own memory, which is paired with that of a lender whose traits agree.
 
-``PeerPull`` is what every pull from a peer has; what is pulled, and for whom, its two kinds say.
+``PeerPull`` is what every pull from a peer has; its two kinds add what is pulled, and for whom.
 
-``PeerTable`` dials, greets and sorts what lenders say.  Connections come from a :class:`Dialer`;
-what happened to a peer is an event, and the table's owner takes them from
+``PeerTable`` dials and greets lenders, and sorts their messages.  Connections come from a
+:class:`Dialer`; what happens to a peer is an event, and the table's owner takes them from
 :attr:`PeerTable.events`::
 
-    to, serve, flush, connected, close ──► PeerTable ──► PeerWelcomed, PeerReady,
-                                                         PeerReplied, PeerClosed
+    to, receive_from, send_to, close ──► PeerTable ──► PeerWelcomed, PeerReady,
+    rank_connected                                     PeerReplied, PeerClosed
 
-A ticket names the boot that it needs.  A warm-up knows a host and a port only: its peer has
-a key without a boot until the lender's Welcome names one, and then the key of a ticket.
+A ticket names the boot that it needs.  A warm-up has a host and a port only: the key of its peer
+has no boot until the lender's Welcome names one, and then equals the key of a ticket.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Rank:
     traits: dict[str, str]
 
     def pair(self, welcome: Welcome) -> Pairing:
-        """Match a lender that answered our greeting with us.
+        """Pair our memory with that of a lender that has answered our greeting.
 
         Raises:
-            Incompatible: naming the field and both values, and what blocks hold.
+            Incompatible: naming the fields with both values, and our block content.
         """
         check_traits(self.traits, welcome)
         theirs = [rank.references for rank in welcome.ranks]
@@ -80,19 +80,19 @@ class Rank:
 
 
 def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
-    """Whether both sides mean the same by the bytes of a block.
+    """Check that both sides interpret the bytes of a block alike.
 
-    Without traits of our own nothing is compared.
+    Nothing is compared if we have no traits.
 
     Raises:
-        Incompatible: every trait that differs, by name.
+        Incompatible: naming every trait that differs.
     """
     if ours and (differences := trait_differences(ours, welcome.traits)):
         raise Incompatible(*differences)
 
 
 def check_welcome(welcome: Welcome, engine_id: str | None, incarnation: str | None) -> None:
-    """Whether the lender is the one that a ticket named.
+    """Check that the lender is the one that a ticket names.
 
     Raises:
         PeerMismatch: another version, engine or boot, or traits of another digest.
@@ -110,12 +110,12 @@ def check_welcome(welcome: Welcome, engine_id: str | None, incarnation: str | No
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 1024
-"""Lenders that are known at once; the one that was idle for longest makes room."""
+"""Lenders that are known at once; the one that has been idle for longest is closed for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:
-    """One boot of one engine at one address; which boot is None until its Welcome."""
+    """One boot of one engine at one address; the boot may be unknown until its Welcome."""
 
     host: str
     port: int
@@ -123,8 +123,8 @@ class PeerKey:
     incarnation: str | None = None
 
     @classmethod
-    def of(cls, ticket: Ticket) -> PeerKey:
-        """The boot that a ticket is from."""
+    def from_ticket(cls, ticket: Ticket) -> PeerKey:
+        """The key of the lender that has issued ``ticket``."""
         return cls(ticket.host, ticket.port, ticket.engine_id, ticket.incarnation)
 
     @property
@@ -137,16 +137,16 @@ class PeerKey:
 
 
 class PeerConnection(Protocol):
-    """A connection to a lender, as :class:`pdconn.sidechannel.connection.Connection` is one."""
+    """A connection to a lender (:class:`pdconn.sidechannel.connection.Connection`)."""
 
-    def send(self, bodies: Sequence[bytes]) -> None:
+    def send_frames(self, bodies: Sequence[bytes]) -> None:
         """Send frames; raises SideChannelLost."""
 
-    def receive(self) -> Sequence[bytes]:
-        """Frames that arrived; raises SideChannelLost."""
+    def receive_frames(self) -> Sequence[bytes]:
+        """Frames that have arrived; raises SideChannelLost."""
 
     def close(self) -> None:
-        """Harmless when closed."""
+        """Close it.  Idempotent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,12 +154,12 @@ class Peer:
     """A lender.  It has a connection from when it is dialled until it is closed.
 
     Attributes:
-        welcome: what it said of itself; ``pairing`` and, once they are needed, ``checks``
-            are made of it.
-        ranks: its ranks that the transport reaches; ``connecting`` are still to come.
+        welcome: its description of itself, of which ``pairing`` and, once needed, ``checks`` are
+            made.
+        ranks: its ranks that the transport is connected to; ``connecting`` more will be.
         pulls: those under way, by name.
-        reason: why it was closed; ``untrusted`` if it did not authenticate.
-        retired: it serves the pulls that use it to their end, and no new ones.
+        reason: why it was closed; ``untrusted``: it did not authenticate.
+        retired: the pulls that use it go on, and no new ones do.
     """
 
     key: PeerKey
@@ -182,7 +182,7 @@ class Peer:
         return any(pull.is_requested for pull in self.pulls.values())
 
     def enter(self, event: str) -> None:
-        """Move on as :mod:`pdconn.lifecycle.peer` allows; ValueError where it does not."""
+        """Change the state by ``event``; ValueError where :mod:`pdconn.lifecycle.peer` has none."""
         try:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
@@ -224,10 +224,10 @@ class Dialer(Protocol):
     """Opens connections."""
 
     def dial(self, peer: Peer) -> None:
-        """Give ``peer`` its connection, now or later; or close the peer later.
+        """Give ``peer`` its connection, now or later, or close the peer later.
 
         Raises:
-            OSError: that is impossible, and known at once.
+            OSError: it fails at once.
         """
 
 
@@ -240,14 +240,14 @@ class PeerWelcomed:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """Every rank that we need is connected."""
+    """The transport is connected to every rank that we read from."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReplied:
-    """The peer answered a claim, a renewal or a request for checksums."""
+    """The peer has answered a claim, a renewal or a checksum request."""
 
     peer: Peer
     message: PullReply
@@ -255,7 +255,7 @@ class PeerReplied:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """Nothing can be said to the peer any more; ``peer.reason`` says why."""
+    """The peer's connection is closed, for ``peer.reason``."""
 
     peer: Peer
 
@@ -267,15 +267,14 @@ class PeerTable:
     """Every peer of one decode rank.
 
     Args:
-        engine_id: what we call ourselves.
-        pair: makes a pairing of a checked Welcome, or raises PlanningError.
-        post: has the transport connect to a peer's ranks.
+        engine_id: ours.
+        pair: makes a pairing from a checked Welcome, or raises PlanningError.
+        post: passes a job to the transport.
         dialer: opens connections.
         max_peers: lenders that are known at once.
 
     Attributes:
-        events: what happened to peers, oldest first, for the owner to take; any call below
-            may add to it.
+        events: of peers, oldest first, for the owner to take; any call may add some.
         unsent: peers with outgoing messages.
     """
 
@@ -304,15 +303,15 @@ class PeerTable:
         yield from list(self._peers.values())
         yield from list(self._retired)
 
-    def get(self, key: PeerKey) -> Peer | None:
-        """The open peer at ``key``, if there is one."""
+    def find_peer(self, key: PeerKey) -> Peer | None:
+        """The open peer at ``key``; None if there is none."""
         peer = self._peers.get(key)
         return None if peer is None or peer.state is PeerState.CLOSED else peer
 
     def to(self, key: PeerKey, may_evict: bool = True) -> Peer:
-        """The open peer at ``key``, dialled if need be; CLOSED when that fails at once.
+        """The open peer at ``key``, dialled if there is none; CLOSED if that fails at once.
 
-        Where there is no room, an idle peer goes, unless ``may_evict`` is false.
+        When the table is full, an idle peer is closed for it, unless ``may_evict`` is false.
         """
         peer = self._peers.get(key)
         if peer is not None and peer.state is not PeerState.CLOSED:
@@ -335,9 +334,9 @@ class PeerTable:
         return peer
 
     def to_place(self, host: str, port: int) -> Peer:
-        """The peer that answered at ``host:port``, or one dialled to greet any boot there.
+        """The peer that has answered at ``host:port``, or a new one that greets any boot there.
 
-        No other peer makes room for it.
+        No other peer is closed for it.
         """
         for peer in reversed(self._peers.values()):
             is_there = (peer.key.host, peer.key.port) == (host, port)
@@ -345,10 +344,10 @@ class PeerTable:
                 return peer
         return self.to(PeerKey(host, port), may_evict=False)
 
-    def serve(self, peer: Peer) -> None:
-        """The peer's connection has something for us."""
+    def receive_from(self, peer: Peer) -> None:
+        """Handle the messages that have arrived from the peer."""
         try:
-            for body in () if peer.connection is None else peer.connection.receive():
+            for body in () if peer.connection is None else peer.connection.receive_frames():
                 for message in decode_from_lender(body):
                     if peer.state is not PeerState.CLOSED:
                         self._hear(peer, message)
@@ -363,8 +362,8 @@ class PeerTable:
             peer.outgoing += messages
             self.unsent[peer] = None
 
-    def flush(self, peer: Peer) -> None:
-        """Send what is due in one frame; before the peer is READY, only our Hello."""
+    def send_to(self, peer: Peer) -> None:
+        """Send the peer's outgoing messages; before it is READY, only our Hello."""
         if peer.connection is None:
             return
         bodies = []
@@ -374,17 +373,17 @@ class PeerTable:
             self.unsent.pop(peer, None)
             bodies = encode_frames(outgoing)
         try:
-            peer.connection.send(bodies)
+            peer.connection.send_frames(bodies)
         except SideChannelLost as error:
             self._lost(peer, error)
 
-    def flush_all(self) -> None:
-        """Send to every peer what is due to it."""
+    def send_to_all(self) -> None:
+        """Send the outgoing messages of every peer."""
         for peer in list(self.unsent):
-            self.flush(peer)
+            self.send_to(peer)
 
-    def connected(self, answer: Connected) -> None:
-        """The transport reached a peer's rank, or did not."""
+    def rank_connected(self, answer: Connected) -> None:
+        """The transport has connected to a peer's rank, or has failed to."""
         tag = answer.tag
         assert isinstance(tag, tuple)
         peer, rank = tag
@@ -401,7 +400,7 @@ class PeerTable:
             self._ready(peer)
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
+        """Close the peer's connection.  Reads in flight go on to their end."""
         if peer.state is PeerState.CLOSED:
             return
         log.log(_level(peer), "pdconn: no longer reading from %s: %s", peer.key, reason)
@@ -415,22 +414,22 @@ class PeerTable:
         self.events.append(PeerClosed(peer))
 
     def retire(self, peer: Peer, reason: str) -> None:
-        """Let the next pull dial anew: this connection may lose what is sent on it."""
+        """Let the next pull dial again: this connection may lose messages."""
         if peer.state is PeerState.CLOSED or peer.retired:
             return
-        log.warning("pdconn: connecting anew to %s: %s", peer.key, reason)
+        log.warning("pdconn: connecting again to %s: %s", peer.key, reason)
         peer.retired = True
         del self._peers[peer.key]
         self._retired[peer] = None
 
     def compare_anew(self, pair: Callable[[Welcome], Pairing]) -> None:
-        """Let the next pulls greet every lender again, and ``pair`` them."""
+        """Let the next pulls greet every lender again, and pair them by ``pair``."""
         self._pair = pair
         for peer in list(self._peers.values()):
             self.retire(peer, "our weights have changed")
 
-    def forget(self, peer: Peer) -> None:
-        """Drop a closed peer; call it when no read from it is in flight."""
+    def forget_peer(self, peer: Peer) -> None:
+        """Drop a closed peer.  No read from it may be in flight."""
         for connected in peer.ranks.values():
             self._post(Disconnect(connected))
         peer.ranks.clear()
@@ -439,7 +438,7 @@ class PeerTable:
             del self._peers[peer.key]
 
     def close_all(self) -> None:
-        """Close every connection, at the end of the thread."""
+        """Close every connection."""
         for peer in self:
             if peer.connection is not None:
                 peer.connection.close()
@@ -454,7 +453,7 @@ class PeerTable:
         idle = next((peer for peer in self._peers.values() if not peer.is_needed), None)
         if idle is None or not may_evict:
             return False
-        self.flush(idle)
+        self.send_to(idle)
         self.close(idle, "idle, and another lender needs the room")
         del self._peers[idle.key]
         return True
@@ -481,15 +480,12 @@ class PeerTable:
             self._ready(peer)
 
     def _name(self, peer: Peer, welcome: Welcome) -> bool:
-        """Give the peer the key that tickets of this boot have; whether it is of use.
-
-        It is not if it is this very engine, or if a pull has dialled the same boot meanwhile.
-        """
+        """Give the peer the key that tickets of this boot have; whether it stays open."""
         del self._peers[peer.key]
         peer.key = replace(peer.key, engine_id=welcome.engine_id, incarnation=welcome.incarnation)
         if welcome.engine_id == self._engine_id:
             self.close(peer, "it is this engine")
-        elif self.get(peer.key) is not None:
+        elif self.find_peer(peer.key) is not None:
             self.close(peer, "a pull is connected to it already")
         else:
             self._peers[peer.key] = peer

@@ -279,7 +279,7 @@ class Pulls:
         entry = self._entries[request] = RequestPull(
             pull=command.pull,
             machine=Pull(self._patience, now, verify=self._verifier.is_on),
-            peer=self.peers.to(PeerKey.of(ticket)),
+            peer=self.peers.to(PeerKey.from_ticket(ticket)),
             request=request,
             reader=Reader(command.pull, self._me.rank, self._me.of),
             ticket=ticket,
@@ -315,20 +315,20 @@ class Pulls:
             self._perform(entry, entry.machine.fail("cancelled", self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
 
-    def serve_peer(self, peer: Peer) -> None:
+    def handle_readable(self, peer: Peer) -> None:
         """The peer's connection has something for us."""
-        self.peers.serve(peer)
+        self.peers.receive_from(peer)
         self._drain()
 
-    def flush_peer(self, peer: Peer) -> None:
+    def handle_writable(self, peer: Peer) -> None:
         """Send what is due to the peer, whose connection has room again."""
-        self.peers.flush(peer)
+        self.peers.send_to(peer)
         self._drain()
 
     def finish_turn(self) -> float | None:
         """Tell the peers, plan one pull; both can wait for reports.  Returns the next deadline."""
         if self.peers.unsent:
-            self.peers.flush_all()
+            self.peers.send_to_all()
             self._drain()
         if self.unplanned:
             entry = self.unplanned.popleft()
@@ -375,7 +375,7 @@ class Pulls:
             if entry.is_requested:
                 self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
             reason = f"{peer.key}: {peer.reason}"
-            self._perform(entry, entry.machine.fail(reason, self._clock(), tell=False))
+            self._perform(entry, entry.machine.fail(reason, self._clock(), notify=False))
         self.warmup.lender_closed(peer)
         self._forget_peer_if_idle(peer)
 
@@ -436,7 +436,7 @@ class Pulls:
         """A job that was posted is done."""
         tag = result.tag
         if isinstance(result, Connected):
-            self.peers.connected(result)
+            self.peers.rank_connected(result)
         elif isinstance(result, Summed):
             assert isinstance(tag, RequestPull)
             self._perform(tag, tag.summed(result, self._clock(), self.counts))
@@ -458,7 +458,7 @@ class Pulls:
         if isinstance(error, PeerLost | PeerUnknown):
             if entry.is_requested:
                 # Its side channel may be alive and well: say what is due before hanging up.
-                self.peers.flush(peer)
+                self.peers.send_to(peer)
                 self.peers.close(peer, str(error))
             else:
                 self.peers.retire(peer, str(error))  # requests that use it judge for themselves
@@ -519,7 +519,8 @@ class Pulls:
         """Have both sides sum what was read."""
         assert entry.need is not None
         try:
-            begun = entry.verification = self._verifier.begin(entry.peer, entry.ticket, entry.need)
+            begun = self._verifier.begin_check(entry.peer, entry.ticket, entry.need)
+            entry.verification = begun
         except CannotVerify as error:
             return entry.unverified(str(error), self._clock(), self.counts)
         asked = begun.requests(entry.ticket.request_id, entry.reader)
@@ -539,12 +540,12 @@ class Pulls:
 
     def _forget_peer_if_idle(self, peer: Peer) -> None:
         if peer.retired and not peer.is_needed:
-            self.peers.flush(peer)
+            self.peers.send_to(peer)
             self.peers.close(peer, "no pull uses it any more")
         if peer.state is PeerState.CLOSED and not any(
             entry.reading and entry.is_requested for entry in peer.pulls.values()
         ):
-            self.peers.forget(peer)
+            self.peers.forget_peer(peer)
 
 
 def _pulls_from(peer: Peer) -> Iterator[PeerPull]:

@@ -1,19 +1,15 @@
 """Reads from one peer: cut into chunks, posted in a fair order, few bytes at a time.
 
-A backend that copies while it posts (shared memory) holds the reader's thread until it
-is done, and one that does not (TCP, RDMA) serves what was posted first.  Either way a
-short pull would wait for every long one that came before it.  So a read is cut into
-chunks, no more than two of them are in flight, and :class:`FairQueue` says which read's
-chunk is next.  After a chunk has failed, no other of its read is posted.
-
-Each chunk costs half a millisecond of our own, whatever the link; how long others wait
-for it depends on the link.  So chunks are as long as the link takes ``CHUNK_S`` for, and
-the last of a read that is alone may take twice as long: what can be in flight at most.
+A backend that copies while it posts (shared memory) occupies the reader's thread until it is
+done, and one that does not (TCP, RDMA) serves reads in the order of posting.  Either way a
+short pull would wait for every long one before it.  So a read is cut into chunks, at most two of
+them are in flight, and :class:`FairQueue` decides which read's chunk is next.  After a chunk has
+failed, no other chunk of its read is posted.
 
 The order: first come, first served lets a prompt of a thousand tokens wait behind one of a
-hundred thousand.  Equal shares end that, but make every pull longer: of two equal pulls
-both would be over at the end, where one could be over at half time.  So each pull is served
-in the order in which it *would* end if all shared equally, and gets the whole link meanwhile
+hundred thousand.  Equal shares prevent that, but make every pull longer: two equal pulls would both
+end at the end, where one could end at half time.  So pulls are served in the order in which they
+*would* end if all shared the link equally, each with the whole link to itself
 (Friedman and Henderson, "Fairness and efficiency in web server protocols", SIGMETRICS
 2003).  No pull then ends later than with equal shares, and most end sooner::
 
@@ -60,7 +56,7 @@ class _Queued(Generic[Pull]):
 
 
 class FairQueue(Generic[Pull]):
-    """Pulls in the order in which equal shares would end them.
+    """Pulls in the order in which they would end with equal shares.
 
     Example:
         >>> pulls = FairQueue[str]()
@@ -81,22 +77,22 @@ class FairQueue(Generic[Pull]):
         """Pulls that are not done."""
         return len(self._queued)
 
-    def add(self, pull: Pull, nbytes: int) -> None:
-        """``pull`` needs ``nbytes`` bytes from now on."""
+    def add_pull(self, pull: Pull, nbytes: int) -> None:
+        """Add a pull of ``nbytes`` bytes."""
         ends = self._now + nbytes
         heapq.heappush(self._queued, _Queued(ends, next(self._numbers), pull))
         heapq.heappush(self._sharing, ends)
 
     def first(self) -> Pull | None:
-        """The pull whose turn it is; None when the queue is empty."""
+        """The pull to serve next; None when the queue is empty."""
         return self._queued[0].pull if self._queued else None
 
-    def done(self) -> None:
-        """The first has all that it needs, or failed."""
+    def remove_first(self) -> None:
+        """Remove the first pull, which is complete or has failed."""
         heapq.heappop(self._queued)
 
     def served(self, nbytes: int) -> None:
-        """So many bytes were served, to any pull."""
+        """Advance virtual time: ``nbytes`` bytes were served, to any pull."""
         left = float(nbytes)
         while self._sharing:
             until_one_ends = (self._sharing[0] - self._now) * len(self._sharing)
@@ -108,11 +104,14 @@ class FairQueue(Generic[Pull]):
 
 
 class ChunkSizer:
-    """How many bytes a chunk may have, learnt from the chunks before it.
+    """Sets the length of chunks so that the link takes ``CHUNK_S`` for each.
+
+    Each chunk costs half a millisecond of CPU time, whatever the link; how long other reads wait
+    for it depends on the link.
 
     Args:
-        nbytes: of the first one; also the least of one that something is learnt from.
-        least: of any.
+        nbytes: of the first chunk.
+        least: of any chunk; shorter ones, whose time depends on latencies, change nothing.
     """
 
     def __init__(self, nbytes: int = FIRST_NBYTES, least: int = LEAST_NBYTES) -> None:
@@ -121,19 +120,19 @@ class ChunkSizer:
         self._nbytes_per_s = math.inf
 
     def expected_s(self, nbytes: int) -> float:
-        """Seconds that a chunk takes at the pace of the last long one; 0.0 if none may be expected.
+        """Seconds that a chunk takes at the rate of the last long one; 0.0 where that is unknown.
 
-        That is so before there was one, and for short chunks: latencies decide how long they take.
+        It is unknown before the first long chunk, and for short chunks.
         """
         return nbytes / self._nbytes_per_s if nbytes >= self._least else 0.0
 
     def learn_pace(self, nbytes: int, seconds: float) -> None:
-        """A chunk took ``seconds``, in which the peer sent nothing else."""
+        """Update the rate: a chunk took ``seconds``, in which the peer sent nothing else."""
         if nbytes >= self._least and seconds > 0:
             self._nbytes_per_s = nbytes / seconds
 
-    def learn(self, stats: ReadStats) -> None:
-        """Learn from a settled chunk.  Short ones tell of latencies and not of the link."""
+    def learn_size(self, stats: ReadStats) -> None:
+        """Update the length of chunks by a settled one."""
         seconds = max(stats.post_s, stats.transfer_s)
         if stats.nbytes >= self._least and seconds > 0:
             wanted = int(stats.nbytes / seconds * CHUNK_S)
@@ -142,12 +141,12 @@ class ChunkSizer:
 
 @dataclass(slots=True, eq=False)
 class QueuedRead:
-    """A read as it was asked for.
+    """A read that has not settled.
 
     Attributes:
-        tag: what its result is delivered under.
-        posted: bytes that were posted so far.
-        periods: when each settled chunk was posted, and when it was seen to settle.
+        tag: of its result.
+        posted: bytes posted so far.
+        periods: when each settled chunk was posted, and when it was observed to settle.
     """
 
     tag: object
@@ -163,22 +162,22 @@ class QueuedRead:
     _ends: U64 | None = None
 
     @classmethod
-    def of(cls, tag: object, peer: PeerId, spans: Spans) -> QueuedRead:
-        """Nothing of it is posted yet."""
+    def unposted(cls, tag: object, peer: PeerId, spans: Spans) -> QueuedRead:
+        """A read of which nothing is posted yet."""
         return cls(tag, peer, spans, spans.total_bytes)
 
     @property
     def has_more(self) -> bool:
-        """Whether a chunk of it is still to be posted; an empty read has one, too."""
+        """Whether a chunk is still to be posted; an empty read has one chunk."""
         return self.error is None and (self.posted < self.total or not self.begun)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it can still be written or posted."""
+        """Whether no chunk is in flight or still to be posted."""
         return not self.in_flight and not self.has_more
 
     def cut(self, nbytes: int) -> ReadChunk:
-        """The next ``nbytes`` bytes, or what is left of them."""
+        """The next ``nbytes`` bytes, or the rest."""
         start, self.begun = self.posted, True
         self.posted = end = min(self.total, start + nbytes)
         if end - start == self.total:
@@ -187,13 +186,13 @@ class QueuedRead:
             self._ends = np.cumsum(self.spans.nbytes)
         return ReadChunk(self, _between(self.spans, self._ends, start, end), end - start)
 
-    def add(self, stats: ReadStats, at: float) -> None:
-        """A chunk settled, as was seen at ``at`` seconds."""
+    def note_chunk(self, stats: ReadStats, at: float) -> None:
+        """Record a chunk that was observed to settle at ``at`` seconds."""
         self.stats.append(stats)
         self.periods.append((at - stats.transfer_s, at))
 
-    def settled(self) -> Settled:
-        """How the whole of it ended.  Chunks in flight at once do not count twice."""
+    def outcome(self) -> Settled:
+        """How the whole read ended.  Chunks in flight at the same time count once."""
         if len(self.stats) == 1:
             return Settled(self.stats[0], self.error)
         stats = ReadStats(
@@ -207,7 +206,7 @@ class QueuedRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadChunk:
-    """A part of a read, to be posted in one piece."""
+    """A part of a read that is posted at once."""
 
     read: QueuedRead
     spans: Spans
@@ -215,9 +214,9 @@ class ReadChunk:
 
 
 class PeerReadQueue:
-    """The reads from one peer that are not over.
+    """The reads from one peer that have not settled.
 
-    Two chunks' bytes may be in flight: while one settles the other is under way.
+    Two chunks may be in flight, so that one moves while the other settles.
     """
 
     def __init__(self, sizer: ChunkSizer) -> None:
@@ -227,18 +226,18 @@ class PeerReadQueue:
         self._in_flight_nbytes = 0
         self._settled_at = self._expected_at = -math.inf
 
-    def add(self, tag: object, peer: PeerId, spans: Spans) -> None:
+    def add_read(self, tag: object, peer: PeerId, spans: Spans) -> None:
         """Queue a read."""
-        read = QueuedRead.of(tag, peer, spans)
+        read = QueuedRead.unposted(tag, peer, spans)
         self._open[read] = None
-        self._queue.add(read, read.total)
+        self._queue.add_pull(read, read.total)
 
     def __iter__(self) -> Iterator[QueuedRead]:
-        """Reads that are not over, oldest first."""
+        """Reads that have not settled, oldest first."""
         return iter(self._open)
 
     def __len__(self) -> int:
-        """How many reads are not over."""
+        """How many reads have not settled."""
         return len(self._open)
 
     @property
@@ -247,11 +246,12 @@ class PeerReadQueue:
         window = 2 * self._sizer.chunk_nbytes
         return self._first() is not None and self._in_flight_nbytes < window
 
-    def next(self) -> ReadChunk:
+    def next_chunk(self) -> ReadChunk:
         """The chunk to post now; only while :attr:`is_ready`."""
         read = self._first()
         assert read is not None
         nbytes = self._sizer.chunk_nbytes
+        # The rest of a read that is alone may be as long as two chunks, which may be in flight.
         is_alone = len(self._open) == 1 and not self._in_flight_nbytes
         if is_alone and read.total - read.posted <= 2 * nbytes:
             nbytes *= 2
@@ -260,26 +260,26 @@ class PeerReadQueue:
         self._in_flight_nbytes += part.nbytes
         self._queue.served(part.nbytes)
         if not read.has_more:
-            self._queue.done()
+            self._queue.remove_first()
         return part
 
     def expected_at(self, part: ReadChunk, now: float) -> float:
-        """When ``part``, posted at ``now`` seconds, should have arrived, after those before it."""
+        """When ``part``, posted at ``now`` seconds, is expected to arrive, after earlier ones."""
         self._expected_at = max(now, self._expected_at) + self._sizer.expected_s(part.nbytes)
         return self._expected_at
 
-    def settled(self, part: ReadChunk, settled: Settled, at: float) -> bool:
-        """A chunk can write nothing any more, as was seen at ``at`` seconds.
+    def chunk_settled(self, part: ReadChunk, settled: Settled, at: float) -> bool:
+        """Record that a chunk can no longer write, as observed at ``at`` seconds.
 
         Returns:
-            Whether its read is over.
+            Whether its read has settled.
         """
         read = part.read
         read.in_flight -= 1
         self._in_flight_nbytes -= part.nbytes
-        read.add(settled.stats, at)
+        read.note_chunk(settled.stats, at)
         if settled.error is None:
-            self._sizer.learn(settled.stats)
+            self._sizer.learn_size(settled.stats)
             began = max(self._settled_at, at - settled.stats.transfer_s)
             self._sizer.learn_pace(part.nbytes, at - began)
         else:
@@ -293,14 +293,14 @@ class PeerReadQueue:
         return True
 
     def _first(self) -> QueuedRead | None:
-        """The read whose turn it is; those that failed while they waited are dropped."""
+        """The read to post next; those that have failed meanwhile are dropped."""
         while (read := self._queue.first()) is not None and not read.has_more:
-            self._queue.done()
+            self._queue.remove_first()
         return read
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:
-    """Length of what any of them covers."""
+    """Length of the union of ``intervals``."""
     covered, until = 0.0, -math.inf
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, until))

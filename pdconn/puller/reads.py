@@ -4,16 +4,15 @@
 code.  Long reads are posted in chunks, so that short ones get their turn
 (:mod:`pdconn.puller.read_queue`).
 
-Posting a read may copy the whole of it before it returns, so it happens on a thread of its
-own: neither the engine nor the thread that renews claims ever waits for a long copy.  A short read
-takes less time than waking this thread and being woken by it, so the puller posts it itself.
-The transport is one thread's at a time, and travels between the two with the jobs::
+Posting a read may copy all of it before it returns, so it happens on a thread of its own: neither
+the engine nor the thread that renews claims waits for a long copy.  Waking that thread and being
+woken by it takes longer than a short read, so the puller posts short reads itself.  The transport
+belongs to one thread at a time, and travels between the two with the jobs::
 
     reader   nothing is left to read ── HeldTransport ──► puller    short reads are posted there
     puller   any other job ── HeldTransport, job ──► reader         posts, polls, delivers
 
-A reader that is in the middle of something keeps the transport, and gets short reads as well:
-the puller never waits for it.
+A busy reader keeps the transport, and is given short reads as well: the puller never waits for it.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ from transport.errors import BackendFailure, BadAddress
 log = logging.getLogger(__name__)
 
 QUICK_NBYTES = 4 << 20
-"""Where posting copies (shared memory), this takes half a millisecond: about what it takes to wake
-another thread and to be woken by it, and less than a plan."""
+"""Bytes of a short read.  Where posting copies (shared memory) they take half a millisecond: about
+as long as waking another thread and being woken by it, and less than a plan."""
 
 QUICK_RUNS = 512
-"""Each costs about a microsecond to post."""
+"""Runs of a short read; each costs about a microsecond to post."""
 
 _PAUSES_S = (0.0, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001)
-"""Between polls of a read in flight: quick at first, then a thousand a second."""
+"""Between polls of a read in flight: short at first, then a thousand polls a second."""
 
 _RARELY_S = 0.004
 _EXPECTED_SHARE = 0.8
-"""Reads that may be expected to last are polled every ``_RARELY_S`` seconds until this share of
-their time has passed: each poll takes the interpreter's lock, and UCX's lock from the thread that
-moves the bytes.  A read that ends sooner than expected is noticed that much later at most."""
+"""A long read is polled every ``_RARELY_S`` seconds until this share of its expected time has
+passed: each poll takes the interpreter's lock, and UCX's lock from the thread that moves the bytes.
+The end of a read that is faster than expected is seen ``_RARELY_S`` late at most."""
 
 _HANGING = 5000
 """Polls without a result after which a read is taken to hang, and polled every ``_HANGING_S``."""
@@ -65,7 +64,7 @@ _NOTHING = ReadStats(0, 0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Reach a peer's rank; answered by Connected under the same ``tag``."""
+    """Connect to a peer's rank; answered by Connected under the same ``tag``."""
 
     tag: object
     address: bytes
@@ -90,7 +89,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Sum what was read, in our memory; answered by Summed under the same ``tag``."""
+    """Checksum the bytes that were read; answered by Summed under the same ``tag``."""
 
     tag: object
     expected: tuple[Expected, ...]
@@ -98,7 +97,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Our checksums, one per ``expected``; or ``error`` says why there are none."""
+    """Our checksums, one per ``expected``; or ``error`` is why there are none."""
 
     tag: object
     answers: tuple[PieceSum, ...]
@@ -107,7 +106,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """``peer`` is reachable, or ``error`` says why not."""
+    """``peer`` is reachable, or ``error`` is why it is not."""
 
     tag: object
     peer: PeerId | None
@@ -116,7 +115,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class ReadSettled:
-    """Nothing of the read can be written any more, as was seen at ``at`` seconds."""
+    """The read can no longer write, as observed at ``at`` seconds."""
 
     tag: object
     settled: Settled
@@ -129,7 +128,7 @@ JobResult = Connected | ReadSettled | Summed
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A chunk that was posted; before ``soon_at`` seconds it is not expected to settle."""
+    """A posted chunk, which is not expected to settle before ``soon_at`` seconds."""
 
     chunk: ReadChunk
     soon_at: float
@@ -140,8 +139,8 @@ class TransportJobs:
 
     Args:
         transport: closed by :meth:`close`.
-        deliver: gets the results; must not block.
-        sizer: how long the chunks are that reads are posted in.
+        deliver: called with each result; must not block.
+        sizer: gives the length of the chunks that reads are posted in.
     """
 
     def __init__(
@@ -163,32 +162,28 @@ class TransportJobs:
         self._memory = AnyMemory()
 
     def __len__(self) -> int:
-        """Chunks of reads that can still write."""
+        """Chunks that can still write."""
         return len(self._in_flight)
 
     @property
     def tags(self) -> set[object]:
-        """Tags of the reads that are not over, posted or not."""
+        """Tags of the reads that have not settled, posted or not."""
         return {read.tag for reads in self._queues.values() for read in reads}
 
     @property
     def is_ready(self) -> bool:
-        """Whether a chunk of some read waits to be posted, and may be."""
+        """Whether a chunk of some read may be posted now."""
         return self._ready_peer() is not None
 
     def is_quick(self, read: Read) -> bool:
-        """Whether ``read`` can be posted now in no more time than a short copy takes.
-
-        It is short, nothing else is read, and the peer was read from before: the first read
-        connects, which may take long.  Only the thread that connects is bound to a GPU, so device
-        memory is left to it.
-        """
+        """Whether ``read`` can be posted now in no more time than a short copy takes."""
         spans, gaps = read.spans, read.gaps
         return (
             not self._queues
-            and read.peer in self._proven
+            and read.peer in self._proven  # the first read connects, which may take long
             and len(spans) + len(gaps) <= QUICK_RUNS
             and spans.total_bytes + gaps.total_bytes <= QUICK_NBYTES
+            # Only the thread that connects is bound to a GPU, so it reads device memory.
             and spans.local_device.kind == spans.remote_device.kind == "cpu"
         )
 
@@ -202,14 +197,14 @@ class TransportJobs:
         pause = _PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)]
         return max(pause, self._transport.poll_pause_s)
 
-    def do(self, job: Job) -> None:
-        """Carry out a job.  A read is only queued: :meth:`post` begins it."""
+    def do_job(self, job: Job) -> None:
+        """Do a job.  A read is only queued: :meth:`post_chunk` posts it."""
         if isinstance(job, Connect):
             self._connect(job)
         elif isinstance(job, Sum):
             self._sum(job)
         elif isinstance(job, Disconnect):
-            # A lender that was dialled anew, or under two host names, is one peer here.
+            # A lender that was dialled again, or under two host names, is one peer here.
             self._users[job.peer] -= 1
             if self._users[job.peer] <= 0:
                 del self._users[job.peer]
@@ -218,15 +213,15 @@ class TransportJobs:
                 self._transport.disconnect(job.peer)
         elif self._fill(job):
             reads = self._queues.setdefault(job.peer, PeerReadQueue(self._sizer))
-            reads.add(job.tag, job.peer, job.spans)
+            reads.add_read(job.tag, job.peer, job.spans)
 
-    def post(self) -> bool:
-        """Post one chunk, the peers taking turns; False if none may be.  May copy all of it."""
+    def post_chunk(self) -> bool:
+        """Post one chunk, of the peers in turn; False if none may be.  May copy all of it."""
         peer = self._ready_peer()
         if peer is None:
             return False
         reads = self._queues[peer] = self._queues.pop(peer)  # last in line from now on
-        chunk = reads.next()
+        chunk = reads.next_chunk()
         began = self._clock()
         try:
             posted = self._transport.read(peer, chunk.spans)
@@ -237,8 +232,8 @@ class TransportJobs:
             self._in_flight[posted] = _InFlight(chunk, soon_at)
         return True
 
-    def poll(self) -> bool:
-        """Deliver the reads that have settled; whether any chunk of any read has."""
+    def poll_reads(self) -> bool:
+        """Deliver the reads that have settled; whether any chunk has."""
         ended = False
         for read in list(self._in_flight):
             settled = self._transport.poll(read)
@@ -248,7 +243,7 @@ class TransportJobs:
         return ended
 
     def _ready_peer(self) -> PeerId | None:
-        """The peer whose turn it is; None if nothing may be posted."""
+        """The peer to read from next; None if nothing may be posted."""
         for peer, reads in self._queues.items():
             if reads.is_ready:
                 return peer
@@ -260,13 +255,13 @@ class TransportJobs:
         now = self._clock()
         if settled.ok and read.peer in self._users:
             self._proven.add(read.peer)
-        if reads.settled(chunk, settled, now):
+        if reads.chunk_settled(chunk, settled, now):
             if not len(reads):
                 del self._queues[read.peer]
-            self._deliver(ReadSettled(read.tag, read.settled(), now))
+            self._deliver(ReadSettled(read.tag, read.outcome(), now))
 
     def close(self) -> None:
-        """Close the transport, if nothing can write any more."""
+        """Close the transport, unless a read can still write."""
         try:
             self._transport.close()
         except TransportError as error:
@@ -279,7 +274,7 @@ class TransportJobs:
         try:
             fill_with_zeros(job.gaps)
         except RuntimeError as error:
-            log.warning("pdconn: zeroing what a pull leaves of its blocks failed", exc_info=True)
+            log.warning("pdconn: zeroing the gaps of a pull failed", exc_info=True)
             failed = Settled(_NOTHING, BackendFailure(f"{type(error).__name__}: {error}"))
             self._deliver(ReadSettled(job.tag, failed, self._clock()))
             return False
@@ -306,26 +301,24 @@ class TransportJobs:
             self._deliver(Connected(job.tag, peer, None))
 
     def _refuse_impostor(self, address: bytes) -> None:
-        """Connect no other lender under the name of a peer that is in use.
-
-        Transports take a newer address of a known peer.  Lenders register once and draw
-        their names, so here a second address can only be an attempt to take over pulls.
-        """
+        """Refuse another address of a peer that is in use."""
+        # Transports accept a newer address of a known peer.  Lenders register once and draw their
+        # names, so a second address can only be an attempt to take over pulls.
         peer = PeerId(named_in(address))
         if self._users[peer] > 0 and self._addresses[peer] != address:
             raise BadAddress(f"{peer} is in use under another address")
 
 
 DRAIN_S = 5.0
-"""How long closing waits for reads in flight; their memory is gone afterwards."""
+"""How long closing waits for reads in flight; afterwards their memory is freed."""
 
 
 @dataclass(slots=True, eq=False)
 class HeldTransport:
-    """The transport, in the hands of one thread, with results that nobody was given yet.
+    """The transport, which one thread holds, and results that were not delivered yet.
 
     Attributes:
-        num_taken: jobs that the reader had taken when it let go of the transport.
+        num_taken: jobs that the reader had taken when it passed the transport on.
     """
 
     jobs: TransportJobs
@@ -333,16 +326,16 @@ class HeldTransport:
     num_taken: int = 0
 
     @classmethod
-    def of(
+    def from_transport(
         cls, transport: Transport, clock: Callable[[], float], sizer: ChunkSizer | None
     ) -> HeldTransport:
-        """Of ``transport``, which is used through it alone from now on."""
+        """Take over ``transport``, which is used through this object alone from now on."""
         results: list[JobResult] = []
         return cls(TransportJobs(transport, results.append, clock, sizer), results)
 
     @property
     def is_busy(self) -> bool:
-        """Whether some read is not over, posted or not."""
+        """Whether some read has not settled, posted or not."""
         return self.jobs.is_ready or len(self.jobs) > 0
 
     def take_results(self) -> list[JobResult]:
@@ -353,13 +346,13 @@ class HeldTransport:
 
 
 class ReaderThread:
-    """The reader, as the thread that owns ``outbox`` sees it.
+    """The reader's interface for the thread that owns ``outbox``.
 
     Args:
         transport: owned from now on, and closed by :meth:`close`.
-        outbox: gets results; a HeldTransport, to be given to :meth:`hold`; and ThreadDied, when
-            the thread dies.
-        sizer: as of :class:`TransportJobs`.
+        outbox: receives results; a HeldTransport, to be passed to :meth:`hold`; and ThreadDied,
+            when the thread dies.
+        sizer: gives the length of chunks (:class:`TransportJobs`).
     """
 
     def __init__(
@@ -372,12 +365,14 @@ class ReaderThread:
         inbox: Box[Job | HeldTransport] = Box()
         self._held: HeldTransport | None = None
         self._num_posted = 0
-        loop = _ReaderLoop(HeldTransport.of(transport, clock, sizer), inbox, outbox, clock)
-        self._worker = Worker("pdconn-reader", loop.run, inbox, outbox)
-        self._worker.start()
+        loop = _ReaderLoop(
+            HeldTransport.from_transport(transport, clock, sizer), inbox, outbox, clock
+        )
+        self._worker = Worker("pdconn-reader", loop.run_reader, inbox, outbox)
+        self._worker.start_thread()
 
-    def post(self, job: Job) -> None:
-        """Queue a job; never blocks."""
+    def post_job(self, job: Job) -> None:
+        """Queue a job.  Never blocks."""
         self._num_posted += 1
         held, self._held = self._held, None
         self._worker.inbox.put_all((job,) if held is None else (held, job))
@@ -386,34 +381,33 @@ class ReaderThread:
         """Post ``read`` on the calling thread, if that takes no longer than a short copy.
 
         Returns:
-            What it has come to already, maybe nothing; or None, if it is to be posted by
-            :meth:`post`.
+            Results that are known already; None if ``read`` was not posted.
         """
         held = self._held
         if held is None or not held.jobs.is_quick(read):
             return None
-        held.jobs.do(read)
-        held.jobs.post()
-        held.jobs.poll()
+        held.jobs.do_job(read)
+        held.jobs.post_chunk()
+        held.jobs.poll_reads()
         results = held.take_results()
         if held.is_busy:
             self._give_back()
         return results
 
     def hold(self, held: HeldTransport) -> None:
-        """The reader has let go of its transport, and may have been given jobs since."""
+        """Hold the transport that the reader has passed on."""
         self._held = held
-        if held.num_taken != self._num_posted:
+        if held.num_taken != self._num_posted:  # the reader was given jobs meanwhile
             self._give_back()
 
     def close(self) -> None:
-        """Finish the queued jobs, wait a while for reads in flight, close the transport.
+        """Finish the queued jobs, wait up to ``DRAIN_S`` for reads in flight, close the transport.
 
-        After it the outbox has no owner any more.
+        The outbox must no longer have an owner.
         """
         self._give_back()
-        self._worker.end()
-        for item in self._worker.outbox.take():
+        self._worker.end_thread()
+        for item in self._worker.outbox.take_all():
             if isinstance(item, HeldTransport):
                 item.jobs.close()
 
@@ -424,10 +418,7 @@ class ReaderThread:
 
 
 class _ReaderLoop:
-    """The reader's own side.
-
-    Attributes of its own: the transport while it is here, and jobs that came while it was not.
-    """
+    """What the reader's thread owns: the transport, and the jobs that wait for it."""
 
     def __init__(
         self,
@@ -441,8 +432,8 @@ class _ReaderLoop:
         self._waiting: deque[Job] = deque()
         self._num_taken = 0
 
-    def run(self) -> None:
-        """Carry out jobs until the inbox is closed, and reads in flight for a while after."""
+    def run_reader(self) -> None:
+        """Do jobs until the inbox is closed, then wait up to ``DRAIN_S`` for reads in flight."""
         try:
             self._work()
         finally:
@@ -471,7 +462,7 @@ class _ReaderLoop:
                 self._deliver(self._held)
 
     def _next_item(self, idle_polls: int) -> Job | HeldTransport | None:
-        """A job or the transport; None where there is none, but reads to post or poll."""
+        """A job or the transport; None if there is none, and reads are to be posted or polled."""
         timeout_s: float | None = None
         if self._held is not None:
             jobs = self._held.jobs
@@ -489,15 +480,15 @@ class _ReaderLoop:
         is_read = False
         while self._waiting:
             job = self._waiting.popleft()
-            jobs.do(job)
+            jobs.do_job(job)
             is_read = isinstance(job, Read)
         if is_read:
-            return True  # a read that arrives now may go before what waits to be posted
-        posted = jobs.post()
-        return jobs.poll() or posted
+            return True  # a read that arrives now may be posted before those that wait
+        posted = jobs.post_chunk()
+        return jobs.poll_reads() or posted
 
     def _deliver(self, held: HeldTransport) -> None:
-        """Hand results out, and the transport with them when nothing is left to do."""
+        """Put results into the outbox, and the transport when nothing is left to do."""
         results = held.take_results()
         if held.is_busy or self._inbox.items or self._inbox.is_closed or self._outbox.is_closed:
             if results:
@@ -505,7 +496,7 @@ class _ReaderLoop:
             return
         held.num_taken, self._held = self._num_taken, None
         if results:
-            # The transport first: what a result leads to may be a short read.
+            # The transport first: a result may lead to a short read.
             self._outbox.put_all((held, *results))
         else:
             self._outbox.put_quietly(held)

@@ -2,16 +2,14 @@
 
 ::
 
-    engine thread ── post ── commands ──► SelectedBox ─┐
-                  ◄── collect ── Box of turns ◄────────┤── one thread: Pulls + sockets
+    engine thread ── post_command ──► SelectedBox ─────┐
+                  ◄── take_results ── Box of turns ◄───┤── one thread: Pulls + sockets
     lenders       ◄── frames ──────────────────────────┤
     reader thread ◄── jobs ── results ─────────────────┤
     name servers  ◄── one thread a name ── LookedUp ───┘
 
 ``Puller`` is the engine's end of the boxes, ``_PullerLoop`` what the thread owns, and
-``SocketDialer`` opens its sockets.  A name server may take seconds to answer, and the thread that
-renews claims must not wait for it, so every host that is not an address is looked up by a thread of
-its own.
+``SocketDialer`` opens its sockets.
 """
 
 from __future__ import annotations
@@ -61,15 +59,15 @@ from transport.closing import Closing
 from transport.streams import StreamPoint
 
 MAX_LOOKUPS = 32
-"""Names that are looked up at once; others wait for their turn."""
+"""Names that are looked up at the same time; others wait."""
 
 Resolve = Callable[[str, int], Address]
-"""As :func:`pdconn.sidechannel.connection.resolve`; may take as long as a name server does."""
+"""Resolves host and port (:func:`pdconn.sidechannel.connection.resolve`); may block for seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The look-up ``number`` has ``found`` an address, or an error."""
+    """Look-up ``number`` has ended with an address, or with an error."""
 
     number: int
     found: Address | OSError
@@ -78,12 +76,15 @@ class LookedUp:
 class SocketDialer:
     """Dials lenders over TCP.
 
+    A name server may take seconds to answer, and the thread that renews claims must not wait for
+    it, so each host that is not an address is looked up by a thread of its own.
+
     Args:
         selector: watches the connections, with their peers as data.
-        outbox: gets a :class:`LookedUp` from another thread, for :meth:`looked_up`.
+        outbox: receives a :class:`LookedUp` from another thread, for :meth:`looked_up`.
         security: how lenders must authenticate.
         through: maps a lender's host and port to those to dial instead, for debugging.
-        resolve: looks a name up, on a thread of its own.
+        resolve: looks up a name, on a thread of its own.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class SocketDialer:
         self._num_for_warmup = 0
 
     def dial(self, peer: Peer) -> None:
-        """As :meth:`pdconn.puller.peers.Dialer.dial`."""
+        """Connect to ``peer``, or look up its host first."""
         try:
             self._security.require(peer.key.host)
         except Unprotected as error:
@@ -120,7 +121,7 @@ class SocketDialer:
         self._look_for_more()
 
     def looked_up(self, answer: LookedUp, peers: PeerTable) -> None:
-        """Go on with a peer whose name is known now."""
+        """Connect to a peer whose host was looked up."""
         peer, found = self._looking.pop(answer.number), answer.found
         self._num_for_warmup -= not peer.key.names_a_boot
         self._look_for_more()
@@ -138,7 +139,7 @@ class SocketDialer:
         policy = self._security.for_reader(host, f"{host}:{port}")
         sock = connecting_to(address)
         connection = Connection(sock, MAX_WELCOME, policy=policy, max_later=MAX_REPLIES)
-        connection.watch(self._selector, peer, connecting=True)
+        connection.watch_socket(self._selector, peer, connecting=True)
         peer.connection = connection
 
     def _look_for_more(self) -> None:
@@ -154,12 +155,12 @@ class SocketDialer:
             host, port = self._through(peer.key.host, peer.key.port)
             look = partial(_look_up, self._resolve, host, port, number, self._outbox)
             try:
-                Worker("pdconn-lookup", look, Box(), self._outbox).start()
+                Worker("pdconn-lookup", look, Box(), self._outbox).start_thread()
             except RuntimeError as error:  # no thread to spare
                 self._outbox.put(LookedUp(number, OSError(errno.EAGAIN, str(error))))
 
     def _next_to_look_up(self) -> Peer | None:
-        """A peer of a pull goes first; warm-ups take at most half of the look-ups."""
+        """Peers of pulls first; warm-ups use at most half of the look-ups."""
         if self._for_pulls:
             return self._for_pulls.popleft()
         if self._for_warmup and self._num_for_warmup < MAX_LOOKUPS // 2:
@@ -168,7 +169,7 @@ class SocketDialer:
 
 
 def _look_up(resolve: Resolve, host: str, port: int, number: int, outbox: Box[Any]) -> None:
-    """One look-up, on a thread of its own."""
+    """Look up one name, on a thread of its own."""
     found: Address | OSError
     try:
         found = resolve(host, port)
@@ -179,12 +180,12 @@ def _look_up(resolve: Resolve, host: str, port: int, number: int, outbox: Box[An
 
 @dataclass(frozen=True, slots=True)
 class PullResults:
-    """What happened since the engine last asked.
+    """Reports since the last call of :meth:`Puller.take_results`.
 
     Attributes:
         records: pulls that were received.
-        failed: pulls that were not.
-        released: requests whose quarantine is over.
+        failed: pulls that failed.
+        released: requests whose quarantine has ended.
         claims: awaited claims that were granted, refused or lost.
     """
 
@@ -194,8 +195,8 @@ class PullResults:
     claims: tuple[ClaimOutcome, ...] = ()
 
     @classmethod
-    def of(cls, reports: Iterable[Report]) -> PullResults:
-        """Sort ``reports`` by what they say."""
+    def from_reports(cls, reports: Iterable[Report]) -> PullResults:
+        """Sort ``reports`` by their kind."""
         reports = list(reports)
         return cls(
             tuple(report for report in reports if isinstance(report, PullRecord)),
@@ -211,16 +212,16 @@ class PullResults:
 
 
 NO_RESULTS = PullResults((), (), ())
-"""Of most steps of an engine."""
+"""The results of most steps of an engine."""
 
 
 class PullerBroken(RuntimeError):
-    """A thread of ours died; what is in flight is unknown, so the engine must stop."""
+    """A thread of the puller has died; reads in flight are unknown, so the engine must stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Delayed:
-    """A command for when the GPU has come to ``after``."""
+    """A command that waits until the GPU has reached ``after``."""
 
     command: Command
     after: StreamPoint | None
@@ -228,7 +229,7 @@ class _Delayed:
 
 @dataclass(frozen=True, slots=True)
 class _PullerTurn:
-    """What a turn of the puller's thread reports and counts."""
+    """Reports and counts of a turn of the puller's thread."""
 
     reports: list[Report]
     counts: dict[str, int]
@@ -237,10 +238,10 @@ class _PullerTurn:
 _Posted = Command | _Delayed | LookedUp | HeldTransport | JobResult | ThreadDied
 
 _GPU_POLL_S = 0.0002
-"""How often a command that waits for the GPU is looked at; no GPU wakes a thread of ours."""
+"""Between polls of the GPU for a command that waits for it; a GPU cannot wake a thread."""
 
 _REPORTED = (ReadBlocks, FailPull)
-"""Commands that are answered by a report."""
+"""Commands that a report answers."""
 
 
 class Puller(Closing):
@@ -251,12 +252,12 @@ class Puller(Closing):
         transport: owned from now on, by the reader thread.
         patience: how long a pull waits for what.
         verify: how much is compared with what was lent.
-        security: how lenders must authenticate; not at all by default.
+        security: how lenders must authenticate; by default they need not.
         warm_up: lenders to know before anything is pulled from them; its scratch is
             registered with ``transport``.
         through: maps a lender's host and port to those to dial instead, for debugging.
         resolve: looks up the host of a ticket.
-        max_peers: lenders that are known at once.
+        max_peers: lenders that are known at the same time.
         clock: seconds that never go back.
     """
 
@@ -302,14 +303,14 @@ class Puller(Closing):
             make_pulls=make_pulls,
             clock=clock,
         )
-        self._worker = Worker("pdconn-puller", loop.run, self._inbox, self._outbox)
-        self._worker.start()
+        self._worker = Worker("pdconn-puller", loop.run_puller, self._inbox, self._outbox)
+        self._worker.start_thread()
 
-    def post(self, command: Command, after: StreamPoint | None = None) -> None:
-        """Have ``command`` carried out, after those before it; never blocks.
+    def post_command(self, command: Command, after: StreamPoint | None = None) -> None:
+        """Queue ``command``.  Never blocks.
 
         Args:
-            after: what the GPU must have done before, such as writing to blocks to be read into.
+            after: a point that the GPU must reach first, such as its last write to the blocks.
         """
         if isinstance(command, _REPORTED):
             self._num_unreported += 1
@@ -320,48 +321,47 @@ class Puller(Closing):
             self._awaited.discard(command.request)
         self._inbox.put(command if after is None else _Delayed(command, after))
 
-    def collect(self) -> PullResults:
-        """What was received, what failed, what came of claims since the last call; never blocks.
+    def take_results(self) -> PullResults:
+        """Pulls that ended, and outcomes of claims, since the last call.  Never blocks.
 
         Raises:
-            PullerBroken: one of our threads died.
+            PullerBroken: a thread of the puller has died.
         """
         self._take_turns()
         if self._broken is not None:
             raise PullerBroken(self._broken)
         if not self._reports:
             return NO_RESULTS
-        results = PullResults.of(self._reports)
+        results = PullResults.from_reports(self._reports)
         self._reports.clear()
         self._num_unreported -= len(results.records) + len(results.failed)
         self._awaited.difference_update(outcome.request for outcome in results.claims)
         return results
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until there is something to collect, or nothing to wait for.
+    def wait_for_report(self, timeout_s: float) -> None:
+        """Sleep until there are results, or nothing is awaited.
 
-        For an engine that has no other work: its steps would keep the cores busy that
-        the pull needs.
+        For an engine without other work, whose steps would occupy the cores that the pull needs.
         """
         if not self._reports and (self._num_unreported > 0 or self._awaited):
-            self._outbox.wait(timeout_s)
+            self._outbox.wait_for_item(timeout_s)
 
-    def take_counts(self) -> dict[str, int]:
-        """Why pulls failed, and how many were verified, since the last call."""
+    def take_pull_counts(self) -> dict[str, int]:
+        """Counts of failed and verified pulls since the last call."""
         self._take_turns()
         counts, self._counts = self._counts, {}
         return counts
 
     def close(self) -> None:
-        """Stop both threads and close every socket.  A second call does nothing."""
-        self._worker.end()
+        """Stop both threads and close every socket.  Idempotent."""
+        self._worker.end_thread()
         self._inbox.free_sockets()
 
     def _take_turns(self) -> None:
         """Take what the thread has reported."""
         if not self._outbox.items:
             return
-        for turn in self._outbox.take():
+        for turn in self._outbox.take_all():
             if isinstance(turn, ThreadDied):
                 self._broken = turn.error
             else:
@@ -393,7 +393,7 @@ class _PullerLoop:
         self._may_read_now = False
         self._pulls = make_pulls(post=self._post_job)
 
-    def run(self) -> None:
+    def run_puller(self) -> None:
         """Take turns until the inbox is closed."""
         self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
         wake_at = self._pulls.next_alarm()
@@ -403,24 +403,22 @@ class _PullerLoop:
         finally:
             self._pulls.peers.close_all()
             self._selector.close()
-            self._inbox.close()  # the reader hands its transport to nobody
+            self._inbox.close()  # the reader keeps its transport
             self._reader.close()
 
     def _post_job(self, job: Job) -> None:
-        """Have the reader do ``job``, or one short read a turn ourselves.
-
-        Of many that are due at once the others are copied while we plan and say what is due.
-        """
+        """Pass ``job`` to the reader, or post it ourselves: one short read a turn."""
+        # Of several short reads the reader copies the others, while we plan and send messages.
         if self._may_read_now and isinstance(job, Read):
             results = self._reader.read_now(job)
             if results is not None:
                 self._may_read_now = False
                 self._done.extend(results)
                 return
-        self._reader.post(job)
+        self._reader.post_job(job)
 
     def _turn(self, wake_at: float | None) -> float | None:
-        """Wait until ``wake_at`` for something to do, and do it; returns when to wake next."""
+        """Wait until ``wake_at`` for events and handle them; returns when to wake next."""
         pulls, self._may_read_now = self._pulls, True
         timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
         if self._delayed:
@@ -428,27 +426,27 @@ class _PullerLoop:
         has_work = pulls.unplanned or self._done or self._inbox.items
         for key, events in self._selector.select(0.0 if has_work else timeout_s):
             if key.data is None:
-                self._inbox.drain()
+                self._inbox.drain_socket()
                 continue
             if events & selectors.EVENT_READ:
-                pulls.serve_peer(key.data)
+                pulls.handle_readable(key.data)
             if events & selectors.EVENT_WRITE:
-                pulls.flush_peer(key.data)
+                pulls.handle_writable(key.data)
         self._take_items()
         self._take_delayed()
         pulls.tick_due(self._clock())
         if pulls.reports or pulls.counts:
-            self._report()  # before the lenders hear of it: the engine may be waiting
+            self._report()  # before messages to lenders: the engine may be waiting
         wake_at = pulls.finish_turn()
         if pulls.reports or pulls.counts:
             self._report()
         return wake_at
 
     def _take_items(self) -> None:
-        """Handle what was posted, and what short reads that it leads to have come to."""
+        """Handle the items of the inbox, and the results of short reads that they lead to."""
         while self._inbox.items or self._done:
             done, self._done = self._done, deque()
-            for item in (*self._inbox.take(), *done):
+            for item in (*self._inbox.take_all(), *done):
                 self._handle(item)
 
     def _handle(self, item: _Posted) -> None:
@@ -468,7 +466,7 @@ class _PullerLoop:
             self._pulls.apply_command(item)
 
     def _take_delayed(self) -> None:
-        """Carry out what waited for the GPU, up to the first command that still does."""
+        """Carry out delayed commands, up to the first that still waits for the GPU."""
         while self._delayed:
             first = self._delayed[0]
             if first.after is not None and not first.after.query():
@@ -477,7 +475,7 @@ class _PullerLoop:
             self._pulls.apply_command(first.command)
 
     def _report(self) -> None:
-        """Let the engine have what the pulls report and count."""
+        """Pass reports and counts to the engine's thread."""
         pulls = self._pulls
         turn = _PullerTurn(pulls.reports.copy(), dict(pulls.counts))
         pulls.reports.clear()

@@ -1,4 +1,4 @@
-"""Verification: the lender's checksums of what it lent beside ours of what we hold."""
+"""Verification: compares the lender's checksums of what it lent with ours of what arrived."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Verify(StrEnum):
 
 
 class CannotVerify(Exception):
-    """There are no checksums to compare, and the text says why."""
+    """There are no checksums to compare; the text is the reason."""
 
 
 @dataclass(slots=True)
 class Verification:
-    """The checksums of one pull that are known so far.
+    """The checksums of one pull, as they become known.
 
     Requests to the lender are numbered in order of ``expected`` and of their ``asks``.
     """
@@ -40,7 +40,7 @@ class Verification:
     ours: tuple[PieceSum, ...] | None = None
 
     def heard(self, number: int, answer: PieceSum) -> None:
-        """The lender answered request ``number``.
+        """Add the lender's answer to request ``number``.
 
         Raises:
             MessageError: there is no such request, or it was answered before.
@@ -50,7 +50,7 @@ class Verification:
         self.theirs[number] = answer
 
     def requests(self, request: str, reader: Reader) -> list[ChecksumRequest]:
-        """What to ask the lender."""
+        """The requests to send to the lender."""
         asks = [ask for expected in self.expected for ask in expected.asks]
         return [ChecksumRequest(number, request, reader, ask) for number, ask in enumerate(asks)]
 
@@ -61,7 +61,7 @@ class Verification:
 
     @property
     def is_complete(self) -> bool:
-        """Whether both sides' checksums are there."""
+        """Whether both sides' checksums are known."""
         return self.ours is not None and self.is_answered
 
     def problem(self) -> str | None:
@@ -83,7 +83,7 @@ class Verification:
 
 
 class Verifier:
-    """Says what to compare for each pull of one rank.
+    """Decides what is compared for each pull of one rank.
 
     Args:
         me: the rank whose memory is summed.
@@ -95,11 +95,11 @@ class Verifier:
         self._verify = verify
         self.is_on = verify is not Verify.OFF
 
-    def begin(self, peer: Peer, ticket: Ticket, need: Need) -> Verification:
-        """What both sides are to sum of a pull that has been read.
+    def begin_check(self, peer: Peer, ticket: Ticket, need: Need) -> Verification:
+        """What both sides sum of a pull that has been read.
 
         Raises:
-            CannotVerify: its lender is gone.
+            CannotVerify: the lender's connection is closed.
         """
         if peer.state is PeerState.CLOSED:
             raise CannotVerify(f"{peer.key}: {peer.reason}")

@@ -1,9 +1,8 @@
 """The host that tickets name, where the side channel listens at every address.
 
-Where to listen and what to call it are two things.  ``0.0.0.0`` and ``::`` are places to listen
-at, and no peer can dial them.  So tickets name another host: the one that the user gives, else
-the pod's address, else the machine's.  Loopback is never guessed: tickets that name it would
-send every decode engine to its own machine.
+``0.0.0.0`` and ``::`` are addresses to listen at that no peer can dial.  Tickets then name another
+host: the one that the user gives, else the pod's address, else the machine's.  It is loopback only
+if the user says so: a ticket with it would send every decode engine to its own machine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from transport.errors import FieldError
 
 VARIABLES = ("POD_IP", "VLLM_HOST_IP")
-"""Where Kubernetes' manifests put the pod's address, and where vLLM is told its machine's."""
+"""Where Kubernetes manifests put the pod's address, and where users put the machine's for vLLM."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -26,7 +25,7 @@ class NoAdvertisedHost(FieldError, ValueError):
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether ``host`` stands for every address, in any of the ways to write that.
+    """Whether ``host`` stands for every address, in any notation.
 
     >>> [is_wildcard(host) for host in ("0.0.0.0", "0", "::", "0::0", "10.0.0.1", "prefill-0")]
     [True, True, True, True, False, False]
@@ -39,7 +38,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """What this machine's name leads to; empty if nothing."""
+    """The addresses that this machine's name resolves to; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -53,15 +52,15 @@ def advertised_host(
     environ: Mapping[str, str] = os.environ,
     addresses: Callable[[], Iterable[str]] = own_addresses,
 ) -> str:
-    """The host that tickets name, of a side channel that listens at ``bound``.
+    """The host that tickets name, for a side channel that listens at ``bound``.
 
     Args:
-        given: by the user; it goes first.
-        environ: may hold an address, see :data:`VARIABLES`.
-        addresses: of this machine; asked last, since a name server may answer.
+        given: by the user; takes precedence.
+        environ: may have an address in one of :data:`VARIABLES`.
+        addresses: returns this machine's; called last, since it may ask a name server.
 
     Raises:
-        NoAdvertisedHost: what was given is no place to dial, or nothing was and none is found.
+        NoAdvertisedHost: the given host cannot be dialled, or none is given and none is found.
     """
     if given is not None:
         if is_wildcard(given):
@@ -99,18 +98,18 @@ def _from_variable(name: str, text: str, bound: str) -> str:
 
 
 def _leads_here(address: Address, bound: str) -> bool:
-    """Whether a peer on another machine would find us at this address of ours."""
+    """Whether a peer on another machine reaches us at this address of ours."""
     is_local = address.is_loopback or address.is_link_local or address.is_unspecified
     return _is_served(address, bound) and not is_local
 
 
 def _is_served(address: Address, bound: str) -> bool:
-    """``::`` serves IPv4 as well, and ``0.0.0.0`` nothing else."""
+    """Whether a socket at ``bound`` serves the address: ``::`` serves IPv4, too."""
     return ":" in bound or address.version == 4
 
 
 def local_host(sock: socket.socket) -> str:
-    """The address at which the peer of an accepted connection found us, as the peer writes it.
+    """Our address of an accepted connection, as its peer writes it.
 
     A socket of ``::`` writes IPv4 addresses in IPv6, as ``::ffff:10.0.0.1``.
     """

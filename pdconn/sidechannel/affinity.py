@@ -1,9 +1,9 @@
 """CPU affinity: our threads stay off the core that a model computes on.
 
-vLLM's CPU backend binds a worker's main thread to the cores of its model, and every
-thread started there inherits that.  A puller that shares a single core with the model
-waits for each model step, and each step waits for the puller.  The parent process is
-not bound, so its cores are the ones that the user gave to the engine.
+vLLM's CPU backend binds a worker's main thread to the cores of its model, and threads started there
+inherit that.  A puller that shares a single core with the model waits for each model step, and each
+step waits for the puller.  The parent process is not bound: its cores are those that the user gave
+to the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def wider_cores(own: set[int], parent: set[int]) -> set[int]:
 def spare_cores(
     own: set[int], parent: set[int], model: set[int] | None, threads: int
 ) -> frozenset[int] | None:
-    """Cores that a thread of ours may keep busy beside a model.
+    """Cores that a thread of ours may keep busy while a model runs.
 
     Args:
         own: the affinity of the thread that computes the model.

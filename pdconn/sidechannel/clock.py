@@ -1,4 +1,4 @@
-"""The clock that lease deadlines are kept by."""
+"""The clock of lease deadlines."""
 
 from __future__ import annotations
 

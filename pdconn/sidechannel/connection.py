@@ -1,11 +1,11 @@
-"""One side-channel connection, from a host name to messages in and out, never blocking.
+"""One side-channel connection, from a host name to messages in and out, without blocking.
 
 ::
 
-    send ──► SecureSession ──► unsent bytes ──► socket
-    receive ◄── whole messages ◄── SecureSession ◄── socket
+    send_frames ──► SecureSession ──► unsent bytes ──► socket
+    receive_frames ◄── whole messages ◄── SecureSession ◄── socket
 
-``SecureSession`` has no socket: it is the layers between a socket's bytes and messages::
+``SecureSession`` has no socket: it consists of the layers between a socket's bytes and messages::
 
     bytes ◄──► TLS ◄──► frames ◄──► seals ◄──► messages
                if configured        if there is a secret
@@ -45,7 +45,7 @@ from pdconn.protocol.messages import Frames, frame
 from pdconn.sidechannel.tls import Tls, TlsClosed, TlsFailed
 
 MAX_WELCOME = 1 << 21
-"""Bytes of a Welcome: some 200 ranks of 60 layers each.  Decoding as many takes 0.2 s."""
+"""Bytes of a Welcome: some 200 ranks of 60 layers each, which take 0.2 s to decode."""
 
 MAX_REPLIES = 1 << 20
 """Bytes of a frame after a Welcome; lenders cut their replies at half of it."""
@@ -54,7 +54,7 @@ Address = tuple[socket.AddressFamily, Any]
 
 
 def resolve(host: str, port: int) -> Address:
-    """The address of ``host:port``; takes as long as the name server does.
+    """The address of ``host:port``.  Blocks until the name server answers.
 
     Raises:
         OSError: the name does not resolve.
@@ -84,7 +84,7 @@ def connecting_to(address: Address) -> socket.socket:
 
 
 def literal_address(host: str, port: int) -> Address | None:
-    """The address where ``host`` is one already, or None where it is a name."""
+    """The address if ``host`` is a literal address; None if it is a name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError, UnicodeError, ValueError):
             socket.inet_pton(family, host)
@@ -96,28 +96,28 @@ _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 
 
 class SideChannelLost(Exception):
-    """The connection is over: closed, reset, flooded or out of step."""
+    """The connection has ended: closed, reset, or by a frame or a backlog that is too long."""
 
 
 class Unauthenticated(SideChannelLost):
-    """The peer failed to authenticate, or we to it, or a later frame is not authentic."""
+    """One side has failed to authenticate, or a later frame is not authentic."""
 
 
 @dataclass(frozen=True, slots=True)
 class LenderAuthPolicy:
-    """What a lender demands of the readers that dial it.  Serves any number of connections."""
+    """How a lender authenticates readers; for any number of connections."""
 
     secret: Secret | None
     tls: ssl.SSLContext | None
     endpoints: tuple[str, ...] = ("",)
 
     def reached_at(self, endpoint: str) -> LenderAuthPolicy:
-        """For a connection that came in at ``endpoint``, which its reader may have dialled."""
+        """The policy for a connection accepted at ``endpoint``, which its reader may have named."""
         if endpoint in self.endpoints:
             return self
         return replace(self, endpoints=(*self.endpoints, endpoint))
 
-    def open(self) -> tuple[Tls | None, LenderAuth | None]:
+    def open_layers(self) -> tuple[Tls | None, LenderAuth | None]:
         """The layers of a new connection."""
         nonce = secrets.token_bytes(NONCE_NBYTES)
         return (
@@ -128,14 +128,14 @@ class LenderAuthPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ReaderAuthPolicy:
-    """What a reader demands of the lender that it dials at ``host``."""
+    """How a reader authenticates the lender that it dials at ``host``."""
 
     secret: Secret | None
     tls: ssl.SSLContext | None
     host: str
     endpoint: str = ""
 
-    def open(self) -> tuple[Tls | None, ReaderAuth | None]:
+    def open_layers(self) -> tuple[Tls | None, ReaderAuth | None]:
         """The layers of a new connection."""
         nonce = secrets.token_bytes(NONCE_NBYTES)
         return (
@@ -158,7 +158,7 @@ class SecureSession:
 
     Attributes:
         out: bytes to send; the owner removes what it has sent.
-        awaits_bytes: whether the handshake, or what arrived of a frame, is unfinished.
+        awaits_bytes: whether the handshake, or an incoming frame, is unfinished.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class SecureSession:
         self._tls: Tls | None = None
         self._auth: LenderAuth | ReaderAuth | None = None
         if policy is not None:
-            self._tls, self._auth = policy.open()
+            self._tls, self._auth = policy.open_layers()
         self._handshake = Frames(MAX_HANDSHAKE_NBYTES)
         sealed = TAG_NBYTES if self._auth is not None else 0
         later = max_frame if max_later is None else max_later
@@ -179,17 +179,18 @@ class SecureSession:
         self.out = bytearray()
         self.awaits_bytes = self._tls is not None or self._auth is not None
         if self.awaits_bytes:
-            self._put(self._auth.start() if self._auth is not None else [])
+            self._put(self._auth.opening_frames() if self._auth is not None else [])
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the peer is authenticated in every layer that we have."""
+        """Whether the peer is authenticated in every configured layer."""
         return self._has_tls_done and self._has_auth_done
 
-    def send(self, bodies: Sequence[bytes]) -> int:
-        """Put messages into :attr:`out`, or hold them until the peer is authenticated.
+    def queue_messages(self, bodies: Sequence[bytes]) -> int:
+        """Add messages to :attr:`out`, or hold them until the peer is authenticated.
 
-        Returns how many bytes are held.
+        Returns:
+            How many bytes are held.
         """
         self._has_sent = True
         if self._auth is None:
@@ -201,10 +202,10 @@ class SecureSession:
         in_tls = 0 if self._tls is None else self._tls.held_nbytes
         return in_tls + sum(map(len, self._held)) if self._held else in_tls
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bytes arrived; return the messages that they complete.
+    def receive_bytes(self, data: bytes) -> list[bytes]:
+        """Process incoming bytes; returns the messages that they complete.
 
-        Afterwards :attr:`out` has handshake replies, and what was held for the handshake.
+        Handshake replies, and messages that waited for the handshake, are added to :attr:`out`.
 
         Raises:
             Unauthenticated: the peer failed to authenticate, or a frame is not its own.
@@ -213,7 +214,7 @@ class SecureSession:
         if not self._has_received and len(self._first) < 4:
             self._first = (self._first + data[:4])[:4]
         try:
-            bodies = self._split(data if self._tls is None else self._tls.feed(data))
+            bodies = self._split(data if self._tls is None else self._tls.decrypt(data))
         except TlsClosed:
             raise self.closed("closed by the peer") from None
         except TlsFailed as error:
@@ -224,7 +225,7 @@ class SecureSession:
             raise self._frame_error(error) from error
         finally:
             if self._tls is not None:
-                self.out += self._tls.take()
+                self.out += self._tls.take_ciphertext()
         self._has_received |= bool(bodies)
         self.awaits_bytes = (
             bool(self._frames.unfinished or self._handshake.unfinished)
@@ -234,7 +235,7 @@ class SecureSession:
         return bodies
 
     def closed(self, how: str) -> SideChannelLost:
-        """The error to raise when the peer has closed: its likely cause depends on the state."""
+        """The error for a peer that has closed, with the likely cause in the present state."""
         if self._awaits_reader and not self._first:
             return SideChannelLost(how)  # a port probe: connect and close
         if not self._has_tls_done:
@@ -268,30 +269,28 @@ class SecureSession:
         if self._tls is None:
             self.out += frames
         else:
-            self._tls.write(frames)
-            self.out += self._tls.take()
+            self._tls.encrypt(frames)
+            self.out += self._tls.take_ciphertext()
 
     def _split(self, data: bytes) -> list[bytes]:
-        """Message bodies that are complete now.
-
-        A handshake frame is fed byte by byte: the frame behind the last one may arrive
-        with it, and has another limit.
-        """
+        """Message bodies that are complete."""
         auth = self._auth
         if auth is None:
-            return self._frames.feed(data)
+            return self._frames.feed_bytes(data)
         if auth.is_ready:
-            return auth.opened(self._frames.feed(data))
+            return auth.opened(self._frames.feed_bytes(data))
+        # Byte by byte: the frame behind the last one of the handshake may have arrived with it, and
+        # has another limit.
         at = 0
         while not self._has_auth_done and at < len(data):
-            for body in self._handshake.feed(data[at : at + 1]):
+            for body in self._handshake.feed_bytes(data[at : at + 1]):
                 self._advance(body)
             at += 1
-        return auth.opened(self._frames.feed(data[at:])) if auth.is_ready else []
+        return auth.opened(self._frames.feed_bytes(data[at:])) if auth.is_ready else []
 
     def _advance(self, body: bytes) -> None:
         assert self._auth is not None
-        self._put(self._auth.feed(body)[1])
+        self._put(self._auth.feed_frame(body)[1])
         if self._auth.is_ready:
             held, self._held = self._held, []
             self._put([self._auth.seal(message) for message in held])
@@ -307,26 +306,26 @@ class SecureSession:
 MAX_UNSENT = 1 << 26
 
 _CHUNK = 1 << 12
-"""Bytes of a recv.  Python allocates as much first and gives most of it back: with a large one, a
-frame of 100 bytes costs more than twice as much."""
+"""Bytes of a recv.  Python allocates as many first and frees most of them again: with a large
+buffer, a frame of 100 bytes costs more than twice as much."""
 
 _LARGE_CHUNK = 1 << 15
-"""Of a recv after one that was full.  Above 128 KiB each takes new pages from the system."""
+"""Bytes of a recv after a full one.  Above 128 KiB each takes new pages from the system."""
 
 
 class Connection:
     """Owns a connected, or connecting, stream socket.
 
     With an authentication policy, messages sent before the peer is authenticated wait here,
-    and messages received come from an authenticated peer.  The handshake goes on inside
-    :meth:`receive` and :meth:`flush`; a reader's begins with the first flush.
+    and messages received come from an authenticated peer.  The handshake happens inside
+    :meth:`receive_frames` and :meth:`flush_unsent`; a reader's begins with the first flush.
 
     Args:
         sock: made non-blocking here.
         max_frame: longest frame accepted, in bytes.
         max_unsent: bytes that may wait to be sent.
         policy: from :class:`pdconn.sidechannel.security.Security`; None trusts any peer.
-        max_later: longest frame accepted after the first, where that is less.
+        max_later: longest frame accepted after the first, if that is less.
     """
 
     def __init__(
@@ -362,7 +361,7 @@ class Connection:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the peer is authenticated, or need not be."""
+        """Whether the peer is authenticated, or no authentication is required."""
         return self._session.is_trusted
 
     @property
@@ -370,10 +369,10 @@ class Connection:
         """Whether a handshake or a frame is unfinished, or bytes wait to be sent."""
         return self._session.awaits_bytes or self.has_unsent
 
-    def watch(
+    def watch_socket(
         self, selector: selectors.BaseSelector, data: object, connecting: bool = False
     ) -> None:
-        """Register with ``selector`` until closed: for reading, and for writing while unsent.
+        """Register with ``selector`` until closed, for reading, and for writing while bytes wait.
 
         Args:
             selector: yields ``data`` when the socket is ready.
@@ -384,25 +383,25 @@ class Connection:
         self._selector, self._data = selector, data
 
     def read_on(self, wanted: bool) -> None:
-        """Whether to watch for reading, or only for room to send what is unsent."""
+        """Watch for reading if ``wanted``; otherwise only for writing."""
         self._reads = wanted
         self._update_watch()
 
-    def send(self, bodies: Sequence[bytes]) -> None:
-        """Send a frame per body, after what waited before; keep what the socket does not take.
+    def send_frames(self, bodies: Sequence[bytes]) -> None:
+        """Send one frame per body, after the bytes that wait; keep what the socket does not accept.
 
         Raises:
             SideChannelLost: the connection broke, or more than ``max_unsent`` bytes wait.
         """
-        held = self._session.send(bodies) if bodies else 0
-        self.flush()
+        held = self._session.queue_messages(bodies) if bodies else 0
+        self.flush_unsent()
         waiting = held + len(self._session.out)
         if bodies and waiting > self._max_unsent:
             does_not = "read" if self.is_trusted else "authenticate"
             raise SideChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
 
-    def flush(self) -> None:
-        """Send what waits.
+    def flush_unsent(self) -> None:
+        """Send the bytes that wait.
 
         Raises:
             SideChannelLost: the connection broke.
@@ -410,8 +409,8 @@ class Connection:
         self._write()
         self._update_watch()
 
-    def receive(self) -> list[bytes]:
-        """Message bodies whose frames are complete now.
+    def receive_frames(self) -> list[bytes]:
+        """Receive the message bodies whose frames are complete.
 
         Raises:
             Unauthenticated: the peer failed to authenticate, or a frame is not its own.
@@ -431,19 +430,19 @@ class Connection:
         self._chunk = _LARGE_CHUNK if len(data) == self._chunk else _CHUNK
         unsent = len(self._session.out)
         try:
-            bodies = self._session.feed(data)
+            bodies = self._session.receive_bytes(data)
         except SideChannelLost:
             with contextlib.suppress(SideChannelLost):
-                self._write()  # a TLS alert tells the peer why
+                self._write()  # a TLS alert with the reason
             raise
         if len(self._session.out) > unsent:
-            self.flush()
+            self.flush_unsent()
         elif self._watched & selectors.EVENT_WRITE:
             self._update_watch()
         return bodies
 
     def close(self) -> None:
-        """Leave the selector and close the socket; harmless when closed."""
+        """Unregister from the selector and close the socket.  Idempotent."""
         selector, self._selector = self._selector, None
         if selector is not None:
             selector.unregister(self.socket)

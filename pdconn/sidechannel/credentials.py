@@ -26,8 +26,7 @@ class SecurityError(FieldError, ValueError):
 class TlsFiles:
     """Paths of PEM files: our certificate chain, its key, and our peers' CA.
 
-    We use the certificate both as a server and as a client, so it must be valid for
-    both; the key has no passphrase.
+    The certificate must be valid for server and client; the key has no passphrase.
     """
 
     cert: str
@@ -35,8 +34,8 @@ class TlsFiles:
     ca: str
 
     @classmethod
-    def of(cls, cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
-        """All three, or None if none is given.
+    def from_paths(cls, cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
+        """All three paths; None if none is given.
 
         Raises:
             SecurityError: only some are given; names a missing one.
@@ -64,7 +63,7 @@ def load_secret(path: str, field: str = "secret_file") -> Secret:
 
 
 def secret_of(path: str | None, environ: Mapping[str, str]) -> Secret | None:
-    """The secret from the file that a setting names, else from the environment.
+    """The secret from the file at ``path``, or from the environment without one.
 
     Raises:
         SecurityError: it cannot be loaded, or the environment names two.
@@ -144,7 +143,7 @@ def _read(field: str, path: str) -> bytes:
 
 
 def read_private(field: str, path: str) -> bytes:
-    """The content of a file with a secret: a reader would know it, a writer could choose it.
+    """The content of a file that only its owner may write, and only owner and group may read.
 
     Raises:
         SecurityError: naming the setting ``field`` and the path.
@@ -160,7 +159,7 @@ def read_private(field: str, path: str) -> bytes:
 
 
 def _read_with_mode(field: str, path: str) -> tuple[bytes, int]:
-    """Content and permission bits of one open file, which no rename can take apart."""
+    """Content and permission bits of one open file, so that a rename cannot mix two files."""
     try:
         with open(path, "rb") as file:
             return file.read(), stat.S_IMODE(os.fstat(file.fileno()).st_mode)

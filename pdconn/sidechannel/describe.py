@@ -23,7 +23,7 @@ from pdconn.sidechannel.security import Security
 def describe(
     host: str, port: int, timeout_s: float = 5.0, security: Security | None = None
 ) -> Described:
-    """The description that the engine at ``host:port`` gives of itself.
+    """The KV geometry of the engine at ``host:port``.
 
     Args:
         security: our credentials, and what the engine must authenticate with; none by default.
@@ -31,7 +31,7 @@ def describe(
     Raises:
         OSError: it cannot be reached, or does not answer within ``timeout_s`` seconds.
         SideChannelLost: it closed the connection before it answered, or did not authenticate.
-        ProtocolError: it answered something else.
+        ProtocolError: its answer is not a description.
     """
     deadline = time.monotonic() + timeout_s
     policy = security.for_reader(host, f"{host}:{port}") if security is not None else None
@@ -42,11 +42,11 @@ def describe(
         failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failed:
             raise OSError(failed, os.strerror(failed))
-        connection.send([encode([Describe(PROTOCOL_VERSION)])])
+        connection.send_frames([encode([Describe(PROTOCOL_VERSION)])])
         while True:
-            for body in connection.receive():
+            for body in connection.receive_frames():
                 return _described(body)
-            connection.flush()
+            connection.flush_unsent()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{host}:{port}: no answer in {timeout_s:g} s")
             time.sleep(0.005)

@@ -1,8 +1,8 @@
 """This machine's network cards, and the addresses of its side channel.
 
-Cards are those of this network namespace, from ``getifaddrs``; which RDMA ports they have is read
-from ``/sys``.  An RDMA port counts if UCX can use it: its link is up, and its device node is here.
-A container sees every port of its host under ``/sys``, and has the nodes of its own alone.
+Cards are those of this network namespace, from ``getifaddrs``; their RDMA ports are read from
+``/sys``.  An RDMA port counts if UCX can use it: its link is up, and its device node exists.  A
+container sees every port of its host under ``/sys``, but has only the nodes of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pdconn.sidechannel.kv_card import HostAddress, HostCards, HostInterface, Ne
 
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _MAX_STACKED = 4
-"""Cards below a card that are followed: a VLAN on a bond on its ports."""
+"""Levels of cards below a card that are followed: a VLAN on a bond on its ports."""
 
 Interfaces = Iterable[tuple[str, int, HostInterface | None]]
-"""Name, flags and address; a row for each address, and one without for each card."""
+"""Name, flags and address: a row for each address, and one without an address for each card."""
 
 
 def read_cards(
@@ -76,9 +76,9 @@ def read_cards(
 def side_channel_addresses(
     host: str, advertise: str | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[HostAddress, ...]:
-    """Addresses of a side channel that listens at ``host``; of a wildcard, what tickets name.
+    """Addresses of a side channel that listens at ``host``; for a wildcard, of the advertised host.
 
-    Empty if its name leads nowhere, or tickets could name nothing: the side channel itself
+    Empty if the name does not resolve, or no host can be advertised: the side channel itself
     reports that when it starts.
     """
     try:
@@ -92,7 +92,7 @@ def side_channel_addresses(
 
 
 def without_route(card: str, host: str, routes: Callable[[str], Iterable[Network]]) -> bool:
-    """Whether ``card`` has no way to ``host``, in any routing table.
+    """Whether ``card`` has no route to ``host``, in any routing table.
 
     UCX ends the process of a lender that is restricted to such a card when ``host`` connects
     (1.23, "no active messages transport").
@@ -118,7 +118,7 @@ def _unmapped(address: HostAddress) -> HostAddress:
 def _usable_ports(root: Path) -> Iterator[str]:
     nodes = _has_node(root)
     for device in listed_files(root / "sys/class/infiniband"):
-        # Without an answer it counts: then UCX chooses, which cannot switch RDMA off.
+        # A device counts if its node is unknown: UCX chooses then, which does not exclude RDMA.
         if not nodes.get(device.name, True):
             continue
         for port in listed_files(device / "ports"):
@@ -152,7 +152,7 @@ def _ports_of(root: Path, name: str, depth: int) -> Iterator[str]:
 
 
 def listed_files(folder: Path) -> list[Path]:
-    """What is in a folder of ``/sys``, in order; nothing where there is no such folder."""
+    """The entries of a folder of ``/sys``, in order; empty if there is no such folder."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -160,7 +160,7 @@ def listed_files(folder: Path) -> list[Path]:
 
 
 def text_of(path: Path) -> str:
-    """A file of ``/sys`` without white space around it; empty where it cannot be read."""
+    """The stripped content of a file of ``/sys``; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -227,7 +227,7 @@ _RTA_DST, _RTA_OIF, _RTA_MULTIPATH = 1, 4, 9
 
 
 def routes_of(card: str) -> list[Network]:
-    """Networks that ``card`` has a route to, in any table, as UCX asks for them.
+    """Networks that ``card`` has a route to, in any table, by the query that UCX makes.
 
     Raises:
         OSError: there is no such card, or the kernel does not answer.

@@ -1,18 +1,18 @@
 """Which network card carries the KV bytes, chosen without IO from a list of this machine's cards.
 
-UCX opens every card that it finds and prefers the one that looks fastest, which on a machine with
-two networks may be the wrong one.  The side channel's address says on which network engines meet,
-so by default (``auto``) KV goes over the card that carries it.
+UCX opens every card and prefers the one that it believes fastest, which on a machine with two
+networks may be the wrong one.  Engines reach each other on the network of the side channel's
+address, so by default (``auto``) KV goes over the card that has this address.
 
 To UCX one card may be two devices: ``eth1``, for TCP, and ``mlx5_0:1``, for RDMA.  A list of
-devices without the second switches RDMA off, and nothing says so.  Hence two rules:
+devices without the second one silently disables RDMA.  Hence two rules:
 
 * A card is always given to UCX together with its RDMA ports.
 * ``auto`` leaves the choice to UCX rather than exclude an RDMA port: on a machine with eight fast
   cards the side channel often listens on a slow ninth.
 
-Devices that are no network cards (shared memory, CUDA, the process itself) are other lists of
-UCX's, which nothing here restricts.
+UCX has other lists for devices that are no network cards (shared memory, CUDA, the process itself);
+they are not restricted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ WantedCard = str | Network
 """``auto``, the name of a card or of an RDMA port, or the network that the card is in."""
 
 _NAME = re.compile(r"[^\s/,^]{1,64}")
-"""Commas and ``^`` mean something in UCX's lists; a card has neither in its name."""
+"""Commas and ``^`` have a meaning in UCX's lists; names of cards contain neither."""
 
 
 class NoSuchCard(FieldError, ValueError):
-    """``kv_interface`` asks for a card that is not here, or that UCX cannot use."""
+    """``kv_interface`` names a card that this machine does not have, or that UCX cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class NetCard:
     """A network interface.
 
     Attributes:
-        name: as the kernel and UCX's TCP call it.
+        name: by which the kernel and UCX's TCP know it.
         addresses: its addresses with their prefix lengths.
         unusable: why UCX's TCP does not use it; empty if it does.
         rdma: usable RDMA ports of the same card, as UCX names them: ``mlx5_0:1``.
@@ -69,7 +69,7 @@ class NetCard:
 
 @dataclass(frozen=True, slots=True)
 class HostCards:
-    """This machine's cards, and its usable RDMA ports, also those of no card in the list."""
+    """This machine's cards, and its usable RDMA ports, with those of no listed card."""
 
     cards: tuple[NetCard, ...] = ()
     rdma: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class HostCards:
 
 @dataclass(frozen=True, slots=True)
 class KVCard:
-    """The choice: UCX's network devices, none where UCX chooses, and a sentence for the log."""
+    """The choice: UCX's network devices (none: UCX chooses), and a sentence for the log."""
 
     devices: tuple[str, ...]
     sentence: str
@@ -109,15 +109,15 @@ def parse_kv_interface(value: object) -> WantedCard:
 
 
 def asked_card(wanted: WantedCard, host: HostCards) -> KVCard:
-    """The card that the user asked for by name or network.
+    """The card that the user has chosen by name or network.
 
     Raises:
-        NoSuchCard: naming those that there are.
+        NoSuchCard: naming the usable ones.
     """
     if isinstance(wanted, str):
         devices = tuple(_named(wanted, host))
     else:
-        # Of 0.0.0.0/0 loopback is not meant.
+        # 0.0.0.0/0 does not mean loopback.
         inside = [c for c in host.usable if c.is_in(wanted) and c.is_loopback <= wanted.is_loopback]
         devices = tuple(device for card in inside for device in _devices(card))
     if not devices:
@@ -126,10 +126,10 @@ def asked_card(wanted: WantedCard, host: HostCards) -> KVCard:
 
 
 def side_channel_card(addresses: Sequence[HostAddress], host: HostCards) -> KVCard:
-    """The card that carries the side channel, or UCX's choice where that is not safe.
+    """The card of the side channel, or UCX's choice where that is not safe.
 
     Args:
-        addresses: of the side channel; empty if it listens at none that is known.
+        addresses: of the side channel; empty if they are unknown.
     """
     listed = ", ".join(map(str, addresses))
     carrying = [card for card in host.cards if any(map(card.carries, addresses))]
@@ -145,21 +145,21 @@ def _why_not(listed: str, carrying: Sequence[NetCard], host: HostCards) -> str:
     card = carrying[0] if carrying else NetCard("")
     others = [port for port in host.rdma if port not in card.rdma]
     why = ""
-    # 1. Nothing to go by: an engine without a side channel, or an address of another machine.
+    # 1. No address is known (an engine without a side channel), or it is of another machine.
     if not listed:
         why = "no address of a side channel is known here"
     elif not carrying:
         why = f"no card here carries {listed}"
-    # 2. Peers are on this machine, where UCX has better ways than a card.
+    # 2. Peers are on this machine, where UCX has faster transports than a card.
     elif all(each.is_loopback for each in carrying):
         why = f"the side channel is on loopback, at {listed}"
-    # 3. A name that leads to several cards: each may be the one that peers use.
+    # 3. The name resolves to several cards: each may be the one that peers use.
     elif len(carrying) > 1:
         why = f"several cards carry {listed}: {', '.join(each.name for each in carrying)}"
-    # 4. UCX would have no network at all with this card alone.
+    # 4. UCX would have no network with this card alone.
     elif card.unusable:
         why = f"{card.name}, which carries {listed}, {card.unusable}"
-    # 5. Another RDMA port is there: it may be faster, or nearer to the GPU.
+    # 5. There is another RDMA port: it may be faster, or nearer to the GPU.
     elif others:
         why = f"{card.name} carries {listed}, and there is RDMA by {', '.join(others)}"
     return why

@@ -1,4 +1,4 @@
-"""Warnings that a host, or a device that refuses, can cause at any rate: few of them are logged."""
+"""A rate limit for warnings that a peer or a device can cause at any rate."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 
 class QuietLog:
-    """Logs each text at most once in a while, then with how many were suppressed.
+    """Logs each text at most once per ``pause_s``, with the number of suppressed ones.
 
     Args:
-        pause_s: how long; texts are few, the values in them differ.
+        to: the logger.
+        pause_s: in seconds, for each format string.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class QuietLog:
         self._quiet: dict[str, tuple[float, int]] = {}
 
     def warning(self, text: str, *values: object) -> None:
-        """Log a line, or count it."""
+        """Log a warning, or count it as suppressed."""
         now = self._clock()
         until, num_suppressed = self._quiet.get(text, (now, 0))
         if now < until:

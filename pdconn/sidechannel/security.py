@@ -91,13 +91,13 @@ class Security:
         insecure: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Security:
-        """From settings; the secret may come from the environment if no setting names it.
+        """Read the settings; the secret may come from the environment if no setting names it.
 
         Raises:
-            SecurityError: naming the setting, what was expected and what came.
+            SecurityError: naming the setting, the expected and the seen value.
         """
         secret = secret_of(secret_file, environ)
-        tls = TlsFiles.of(tls_cert, tls_key, tls_ca)
+        tls = TlsFiles.from_paths(tls_cert, tls_key, tls_ca)
         return cls(secret, tls, insecure, tls_check_hostname)
 
     @property
@@ -117,8 +117,9 @@ class Security:
     def for_lender(self, *endpoints: str) -> LenderAuthPolicy | None:
         """The policy for connections that we accept; None trusts every reader.
 
-        ``endpoints`` are our ``host:port``, as in our tickets; a reader's must be among them, or
-        be the address at which it is accepted.
+        Args:
+            endpoints: our ``host:port``, as in our tickets.  A reader must have dialled one of
+                them, or the address at which its connection is accepted.
         """
         if not self.authenticates:
             return None
@@ -145,7 +146,7 @@ class Security:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine for certain; of names, only localhost is."""
+    """Whether ``host`` certainly is this machine; of names, only localhost is."""
     if host.lower() == "localhost":
         return True
     try:

@@ -2,10 +2,8 @@
 
 ::
 
-    ciphertext from the socket ── feed ──► Tls ──► plaintext
-    ciphertext to the socket   ◄── take ── Tls ◄── write ── plaintext
-
-Plaintext written before the handshake is complete is held.
+    ciphertext from the socket ── decrypt ──────────► Tls ──► plaintext
+    ciphertext to the socket   ◄── take_ciphertext ── Tls ◄── encrypt ── plaintext
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ class TlsFailed(Exception):
 
 
 class TlsClosed(Exception):
-    """The peer ended the session."""
+    """The peer has ended the session."""
 
 
 class Tls:
     """One TLS session.
 
     Args:
-        context: for our side; see :mod:`pdconn.sidechannel.credentials`.
+        context: for our side (:mod:`pdconn.sidechannel.credentials`).
         is_lender: whether we listen.
-        host: the host that we dialled, which the certificate must name.
+        host: the host that we dial, which the certificate must name.
     """
 
     def __init__(self, context: ssl.SSLContext, *, is_lender: bool, host: str | None) -> None:
@@ -69,14 +67,14 @@ class Tls:
         """Plaintext that waits for the handshake."""
         return len(self._held)
 
-    def feed(self, data: bytes) -> bytes:
-        """Ciphertext arrived; return the plaintext that it completes.
+    def decrypt(self, data: bytes) -> bytes:
+        """Decrypt incoming bytes; returns the plaintext that they complete.
 
         Raises:
             TlsFailed: with a reason for a log line.
-            TlsClosed: the peer ended the session.
+            TlsClosed: the peer has ended the session.
         """
-        self._records.feed(data)
+        self._records.note_bytes(data)
         self._incoming.write(data)
         try:
             if not self.is_ready:
@@ -87,8 +85,8 @@ class Tls:
         except ssl.SSLError as error:
             raise TlsFailed(_reason(error)) from error
 
-    def write(self, data: bytes) -> None:
-        """Plaintext to send, once the handshake is complete."""
+    def encrypt(self, data: bytes) -> None:
+        """Encrypt plaintext to send; it is held until the handshake is complete."""
         if not self.is_ready:
             self._held += data
             return
@@ -96,7 +94,7 @@ class Tls:
         while view:
             view = view[self._session.write(view) :]
 
-    def take(self) -> bytes:
+    def take_ciphertext(self) -> bytes:
         """Ciphertext to send."""
         return self._outgoing.read()
 
@@ -107,7 +105,7 @@ class Tls:
             return
         self.is_ready = True
         held, self._held = self._held, bytearray()
-        self.write(bytes(held))
+        self.encrypt(bytes(held))
 
     def _read(self) -> bytes:
         plain = bytearray()
@@ -122,7 +120,7 @@ class Tls:
 
 
 class _Records:
-    """Follows record headers, since OpenSSL does not tell that it holds part of a record."""
+    """Parses record headers, since OpenSSL does not report that it holds part of a record."""
 
     def __init__(self) -> None:
         self._header = b""
@@ -132,7 +130,7 @@ class _Records:
     def is_midway(self) -> bool:
         return bool(self._header) or self._missing > 0
 
-    def feed(self, data: bytes) -> None:
+    def note_bytes(self, data: bytes) -> None:
         at = 0
         while at < len(data):
             if self._missing:

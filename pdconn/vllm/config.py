@@ -1,8 +1,8 @@
 """``kv_connector_extra_config``, read once and strictly.
 
-``KEYS`` at the end is the one table of all keys: what each takes, its default, what it means,
-and the key of vLLM's in-tree NixlConnector that it stands for.  The checks and the table in
-``docs/configuration.md`` are made from it.
+``KEYS`` at the end is the table of all keys: values, default, meaning, and the corresponding key of
+vLLM's in-tree NixlConnector.  The checks and the table in ``docs/configuration.md`` are made from
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface
 from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.settings import StoreSettings, read_store_settings
 from pdconn.store.store_errors import StoreSettingError
-from pdconn.vllm.nixl.keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
+from pdconn.vllm.nixl.in_tree_keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
 from pdconn.vllm.values import (
     OUR_LAYOUT,
     LendBack,
@@ -43,16 +43,16 @@ from transport.fault_schedule import FaultError
 
 
 class ConfigError(FieldError, ValueError):
-    """A setting that is unknown, has a wrong value, or is not supported."""
+    """A setting that is unknown, invalid, or not supported."""
 
 
 Check = Callable[[Any], Any]
-"""See :mod:`pdconn.vllm.values`."""
+"""Returns a checked value, or raises ValueError (:mod:`pdconn.vllm.values`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Checked settings; see the module for what each means."""
+    """Checked settings, by the names of ``KEYS``."""
 
     side_channel_host: str
     side_channel_port: int
@@ -93,14 +93,14 @@ def read_settings(
     """Check ``kv_connector_extra_config``.
 
     Args:
-        extra: the mapping as the user wrote it.
+        extra: the user's mapping.
         host, port: defaults for the side channel, from vLLM's environment.
         port_offset: the data-parallel index, added to the port.
-        environ: may hold the secret, or name its file.
-        role: vLLM's ``kv_role``, which NixlConnector's keys are read for.
+        environ: may contain the secret, or the path of its file.
+        role: vLLM's ``kv_role``, on which the meaning of NixlConnector's keys depends.
 
     Raises:
-        ConfigError: naming the key, what was expected and what came.
+        ConfigError: naming the key, the expected and the seen value.
     """
     settings, errors = try_settings(extra, host, port, port_offset, environ, role=role)
     if settings is None:
@@ -120,7 +120,7 @@ def try_settings(
     *,
     role: str = "kv_both",
 ) -> tuple[Settings | None, list[ConfigError]]:
-    """The settings, or all that is wrong with them; arguments as of :func:`read_settings`."""
+    """The settings, or all their errors; for the arguments of :func:`read_settings`."""
     errors = _unknown_keys(extra)
     try:
         extra = in_our_keys(extra, role).extra
@@ -142,10 +142,10 @@ def try_settings(
 
 
 def read_layout(extra: Mapping[str, Any]) -> str:
-    """The key ``layout`` alone: vLLM asks for it before the engine's own settings can be read.
+    """The key ``layout`` alone, which vLLM needs before the other settings can be read.
 
     Raises:
-        ConfigError: it is neither a layout nor one of the two other words.
+        ConfigError: it is no layout, and not ``auto`` or ``none``.
     """
     ours = in_our_keys(extra).extra
     errors: list[ConfigError] = []
@@ -168,10 +168,10 @@ def _unknown_keys(extra: Mapping[str, Any]) -> list[ConfigError]:
 
 
 def in_our_keys(extra: Mapping[str, Any], role: str = "kv_both") -> Translated:
-    """``extra`` without NixlConnector's keys, see :mod:`pdconn.vllm.nixl.keys`.
+    """``extra`` with NixlConnector's keys translated (:mod:`pdconn.vllm.nixl.in_tree_keys`).
 
     Raises:
-        ConfigError: naming the key, what was expected and what came.
+        ConfigError: naming the key, the expected and the seen value.
     """
     try:
         return translate(extra, role)
@@ -182,7 +182,7 @@ def in_our_keys(extra: Mapping[str, Any], role: str = "kv_both") -> Translated:
 def _checked(
     extra: Mapping[str, Any], checks: Mapping[str, Check], errors: list[ConfigError]
 ) -> dict[str, Any]:
-    """What was given, as its check returns it; what a check refuses goes to ``errors``."""
+    """The checked values of ``extra``; invalid ones are added to ``errors``."""
     values = {}
     for key, check in checks.items():
         if key not in extra:
@@ -223,8 +223,8 @@ def _store(extra: Mapping[str, Any]) -> StoreSettings | None:
 class Key:
     """One key of ``kv_connector_extra_config``.
 
-    ``side`` is which engine reads it; ``in_tree`` the counterpart in NixlConnector's own
-    ``kv_connector_extra_config``; ``check`` is None where a reader of its own checks the value.
+    ``side``: which engine reads it; ``in_tree``: its counterpart in NixlConnector's
+    ``kv_connector_extra_config``; ``check``: None if another function checks the value.
     """
 
     name: str
@@ -372,7 +372,7 @@ KEYS: tuple[Key, ...] = (
     Key(
         "untested_vllm", "true, false", "false", flag, "both",
         "Start with a version of vLLM that pdconn was not tested with, which is refused otherwise. "
-        "What pdconn believes of vLLM's insides is checked in any case.",
+        "What pdconn assumes of vLLM's internals is checked in any case.",
     ),
     Key(
         "store", "store settings", "none", None, "both",

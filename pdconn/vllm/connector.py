@@ -1,8 +1,8 @@
-"""``PdconnConnector``: vLLM's hooks, each handed to the half that answers it.
+"""``PdconnConnector``: passes vLLM's hooks to its scheduler or worker half.
 
-vLLM builds the class twice: in the scheduler's process, where :class:`PdScheduler` lends what
-prefill computed and decides what decode pulls, and in every worker's process, where
-:class:`PdWorker` registers memory and pulls.
+vLLM creates the class in the scheduler's process, where :class:`PdScheduler` lends blocks and
+decides what is pulled, and in every worker's process, where :class:`PdWorker` registers memory and
+pulls.
 """
 
 from __future__ import annotations
@@ -79,23 +79,23 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """See :meth:`PdScheduler.bind_kv_cache_manager`."""
+        """Take vLLM's ``KVCacheManager``, before any request."""
         super().bind_kv_cache_manager(kv_cache_manager)
         bound = partial(self._of_scheduler().bind_kv_cache_manager, kv_cache_manager)
         tried("bind_kv_cache_manager", bound)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Where lent and quarantined blocks are pinned."""
+        """Take vLLM's block pool, in which lent and quarantined blocks are pinned."""
         self._of_scheduler().bind_gpu_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Every worker is registered.
+        """Serve the workers' memory to peers.
 
         Raises:
-            ConfigError: another connector's metadata: of several that have some, MultiConnector
-                passes on the first one's only.
+            ConfigError: another connector's metadata: MultiConnector passes on those of the first
+                connector that has some.
         """
         handshakes = {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
         if not handshakes:
@@ -105,99 +105,97 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_scheduler().set_xfer_handshake_metadata_pp_aware(handshakes)
 
     def on_new_request(self, request: Request) -> None:
-        """Claim the request's ticket at its arrival."""
+        """Claim the ticket of a new request."""
         self._of_scheduler().on_new_request(request)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """See :attr:`PdScheduler.supports_divergent_local_hybrid_hits`."""
+        """Whether a local hit is completed of which some groups hold less than others."""
         ours = self._scheduler
         return ours is not None and ours.supports_divergent_local_hybrid_hits
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Every group that takes part in transfers, which vLLM does not zero then.
-
-        Pulls and loads zero what they leave of the blocks (:mod:`pdconn.planning.plan`).
-        """
+        """Every group that takes part in transfers: vLLM does not zero their blocks."""
+        # Pulls and loads zero the rest of the blocks (:mod:`pdconn.planning.plan`).
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See :meth:`PdScheduler.get_num_new_matched_tokens`."""
+        """Tokens that are loaded from a lender or the store; None: ask again."""
         return self._of_scheduler().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See :meth:`PdScheduler.update_state_after_alloc`."""
+        """Start the load of a request that has blocks."""
         ours = self._of_scheduler()
         ours.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Tokens loaded come from the store, or from a peer."""
+        """Whether loaded tokens come from the store or from a peer."""
         ours = self._of_scheduler()
         return ours.get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers are to do in this step."""
+        """Commands for the workers in this step."""
         return self._of_scheduler().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The workers reported."""
+        """Process the workers' reports."""
         self._of_scheduler().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Stored rows, in vLLM's own block hashes."""
+        """Stored rows, as vLLM's block hashes."""
         return self._of_scheduler().take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Whether an engine that was asked to stop must wait for what it lends."""
+        """Whether an engine that is shutting down must wait for its leases."""
         return self._of_scheduler().has_pending_push_work()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request of a model with one group left the engine."""
+        """Lend the blocks of a finished request of a model with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request left the engine: what is lent is pinned, so vLLM need not wait."""
+        """Lend the blocks of a finished request; they are pinned, so vLLM need not wait."""
         return False, self._of_scheduler().request_finished(request, block_ids)
 
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pin the KV memory."""
-        self._of_worker().register(kv_caches)
+        self._of_worker().register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 is about to unmap KV memory; see :mod:`pdconn.vllm.memory.sleep`."""
-        self._of_worker().sleep()
+        """Close the transport: vLLM 0.33 is about to unmap KV memory."""
+        self._of_worker().unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """vLLM 0.33 has mapped KV memory anew."""
-        self._of_worker().wake()
+        """Register KV memory again, which vLLM 0.33 has mapped to other pages."""
+        self._of_worker().restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Our memory, for our scheduler to serve."""
-        return self._of_worker().handshake()
+        """This worker's memory, for our scheduler to serve."""
+        return self._of_worker().get_handshake_metadata()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin before the step's forward pass, which pulls need not wait for."""
+        """Start loads before the step's forward pass, for which they need not wait."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, PdMetadata):
-            self._of_worker().apply(connector_metadata)
+            self._of_worker().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing left to do: see :meth:`bind_connector_metadata`."""
+        """Does nothing: :meth:`bind_connector_metadata` has started the loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Pulls end between steps."""
+        """Does nothing: loads end between steps."""
 
     def save_kv_layer(
         self,
@@ -206,19 +204,19 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Prefill does nothing per layer: decode reads."""
+        """Does nothing: decode reads from KV memory."""
 
     def wait_for_save(self) -> None:
-        """The pass is over: what the store saves of it may be read, at leisure."""
-        self._of_worker().after_pass()
+        """The forward pass has ended: the store may save its KV later."""
+        self._of_worker().wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Pulls that ended."""
-        return self._of_worker().results()
+        """Loads that have ended."""
+        return self._of_worker().get_transfer_results()
 
     def build_connector_worker_meta(self) -> PdWorkerReport | None:
-        """What our scheduler must know besides the results."""
-        return self._of_worker().take_report()
+        """Further reports for our scheduler."""
+        return self._of_worker().build_connector_worker_meta()
 
     def get_kv_connector_stats(self) -> PdStats | None:
         """Pulls (in a worker) and leases (in the scheduler) since the last call."""
@@ -229,7 +227,7 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Stop every thread, close every socket, unpin the memory."""
         if self._worker is not None:
-            self._worker.close()
+            self._worker.shutdown()
         else:
             self._of_scheduler().shutdown()
 
@@ -237,18 +235,18 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout that transfers are best off with; vLLM takes another where it must."""
+        """The preferred layout for transfers; vLLM may use another."""
         return wanted_layout(vllm_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """vLLM 0.33 asks; what stands against it is an error that names it, as in 0.32."""
+        """Whether the engine may sleep (vLLM 0.33); raises with the reason if not, as in 0.32."""
         check_sleep(kv_transfer_config)
         return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdStats:
-        """Stats from their payload."""
+        """Statistics from their payload."""
         return PdStats(data or {})
 
     @classmethod
@@ -274,4 +272,4 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 PdConnector = PdconnConnector
-"""The older name, which configurations and subclasses may go on using."""
+"""The former name, for configurations and subclasses that use it."""

@@ -1,4 +1,4 @@
-"""What our scheduler and our workers send each other, in vLLM's classes for it."""
+"""Messages between our scheduler and our workers, in vLLM's classes for them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from pdconn.store.rank_commands import StoreCommand, StoreResult
 from pdconn.vllm.blocks.partial import PartialBlocks, joined
 
 if TYPE_CHECKING:
-    from pdconn.vllm.tracing.pulls import TracedPull
+    from pdconn.vllm.tracing.pull_spans import TracedPull
 
 
 @dataclass
 class PdMetadata(KVConnectorMetadata):
-    """What the scheduler tells every worker in one step.
+    """The scheduler's commands to every worker in one step.
 
     Attributes:
-        commands: for the puller, in this order.
-        to_sum: finished requests whose lent blocks are to be summed: terms, lent blocks.
-        store: for the ranks' part of the store, in this order.
-        is_idle: the step computes nothing.
-        weights: traits of our weights from now on, if they have changed.
+        commands: for the puller, in order.
+        to_sum: finished requests whose lent blocks are summed: terms, lent blocks.
+        store: for the ranks' part of the store, in order.
+        is_idle: whether the step computes nothing.
+        weights: traits of our weights, if they have changed.
     """
 
     commands: list[Command] = field(default_factory=list)
@@ -47,16 +47,16 @@ class PdMetadata(KVConnectorMetadata):
 
 @dataclass
 class PdWorkerReport(KVConnectorWorkerMetadata):
-    """What workers tell the scheduler after a step; several workers' lists are joined.
+    """The workers' reports to the scheduler after a step; those of several workers are joined.
 
     Attributes:
         quarantined: failed requests to whose blocks a worker's reads can still write.
-        released: those of them for which that is over, once per worker.
-        sums: checksums of what a rank lends: request, rank, sums; None if they failed.
+        released: quarantined requests whose reads have settled, once per worker.
+        sums: checksums of lent blocks: request, rank, sums; None if summing has failed.
         store: answers of the ranks' part of the store.
-        claims: what came of awaited claims, once or twice per worker.
-        partial: requests that were received, each with blocks of which only the end was written.
-        pulled: pulls that were received, where they are traced.
+        claims: outcomes of awaited claims, once or twice per worker.
+        partial: received requests, each with blocks of which only the end was written.
+        pulled: received pulls, if they are traced.
     """
 
     quarantined: list[str] = field(default_factory=list)
@@ -69,18 +69,18 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell; asked in every step."""
+        """Whether there is nothing to report."""
         if self.quarantined or self.released or self.sums:
             return False
         return not (self.store or self.claims or self.partial or self.pulled)
 
     def add_partial(self, request: str, blocks: PartialBlocks) -> None:
-        """A request was received, some of whose blocks may be written in part."""
+        """Add a received request with blocks that were written in part, if there are any."""
         if blocks:
             self.partial[request] = blocks
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerReport:
-        """Ours and another worker's."""
+        """These reports and another worker's."""
         assert isinstance(other, PdWorkerReport)
         return PdWorkerReport(
             self.quarantined + other.quarantined,
@@ -97,8 +97,8 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
 class PdHandshake(KVConnectorHandshakeMetadata):
     """One worker's memory and transport address: an encoded ``RankGeometry``.
 
-    ``traits`` are compared with peers; ``content`` are all of them, also where peers are not
-    compared: what the bytes of stored rows mean.
+    ``traits`` are compared with peers, unless that is disabled; ``content`` always has all of them,
+    to interpret stored rows.
     """
 
     geometry: bytes
@@ -109,18 +109,16 @@ class PdHandshake(KVConnectorHandshakeMetadata):
 def welcome_of(
     engine_id: str, incarnation: str, handshakes: Mapping[tuple[int, int], PdHandshake]
 ) -> Welcome:
-    """What the engine tells its peers, made of every worker's handshake by (pp, tp) rank."""
+    """The engine's Welcome, from every worker's handshake by (pp, tp) rank."""
     decoder = msgspec.msgpack.Decoder(RankGeometry)
     ranks = tuple(decoder.decode(handshakes[key].geometry) for key in sorted(handshakes))
     traits = joint_traits([one.traits for one in handshakes.values()])
-    return Welcome.of(engine_id, incarnation, traits, ranks)
+    return Welcome.in_our_version(engine_id, incarnation, traits, ranks)
 
 
 def joint_traits(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The traits of an engine's ranks, which agree; weights are proven by what proves all ranks'.
-
-    Ranks on several machines each load their own files.
-    """
+    """The traits of an engine's ranks, which are equal, with the proofs that all ranks share."""
+    # Ranks on several machines load files of their own.
     traits = dict(ranks[0])
     for name in (WEIGHTS, DRAFT + WEIGHTS):
         if name in traits:

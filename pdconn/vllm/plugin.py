@@ -1,7 +1,4 @@
-"""Our place in vLLM's processes: the plugin entry point, and the log.
-
-The entry point registers the connector's names.
-"""
+"""vLLM's plugin entry point, which registers the connector's names, and logging."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ _LOGGERS = ("pdconn", "transport", "registration")
 
 
 def register() -> None:
-    """Called once in every vLLM process."""
+    """Register the connector's names; vLLM calls it once in every process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     register_names(KVConnectorFactory, as_nixl=os.environ.get("PDCONN_AS_NIXL") == "1")
 
 
 def join_vllm_log() -> None:
-    """Let our loggers write where vLLM's does, unless the user gave them handlers."""
+    """Add vLLM's log handlers to our loggers, unless the user has configured some."""
     theirs = logging.getLogger("vllm")
     for name in _LOGGERS:
         ours = logging.getLogger(name)

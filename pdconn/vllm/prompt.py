@@ -1,8 +1,7 @@
-"""A digest of what a prompt's KV depends on, carried in the ticket.
+"""A digest of everything that a prompt's KV depends on, for the ticket.
 
-Prefill and decode must have computed, and want, the same prompt: same tokens, same
-adapter, same multimodal inputs.  A proxy that mixes two tickets up is caught here
-rather than answered with another prompt's KV.
+The prompts of prefill and decode must be equal: same tokens, same adapter, same multimodal inputs.
+A ticket that a proxy has sent with another request is detected.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pdconn.protocol import ticket
 from pdconn.protocol.ticket import TOKENS, closed_digest
 
 _PIECE = 1 << 15
-"""Tokens that are encoded at a time; msgpack tells the length of so many in 3 bytes."""
+"""Tokens that are encoded at a time; msgpack encodes their number in 3 bytes."""
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 
@@ -24,7 +23,7 @@ EMBEDDINGS = "prompts given as embeddings are not handed over"
 
 
 def has_embeddings(request: Any) -> bool:
-    """Whether a part of the prompt is no tokens, so that the digest would not tell it."""
+    """Whether a part of the prompt is embeddings, which the digest would not cover."""
     return request.prompt_embeds is not None
 
 
@@ -35,15 +34,15 @@ def prompt_digest(request: Any) -> str:
 
 
 def prefix_digest(request: Any, num_tokens: int) -> str:
-    """The same for the first ``num_tokens`` tokens, of requests that may differ behind them.
+    """The digest of the first ``num_tokens`` tokens, which differs from that of a whole prompt.
 
-    It is of the salt as well, by which vLLM keeps tenants apart, and is never one of a prompt.
+    It covers the cache salt as well, by which vLLM separates tenants.
     """
     return prefix_digests(request, (num_tokens,))[0]
 
 
 def prefix_digests(request: Any, ends: Sequence[int]) -> list[str]:
-    """:func:`prefix_digest` of several prefixes, in ascending order, of prompt and answer."""
+    """:func:`prefix_digest` of several prefixes of prompt and answer, in ascending order."""
     tokens = request.all_token_ids
     features = request.mm_features or ()
     salt = request.cache_salt
@@ -60,7 +59,7 @@ def prefix_digests(request: Any, ends: Sequence[int]) -> list[str]:
 
 
 def _without_length(tokens: Sequence[int]) -> memoryview:
-    """Tokens as msgpack encodes them, one after the other; at most ``_PIECE`` of them."""
+    """At most ``_PIECE`` tokens, encoded by msgpack, without their number."""
     return memoryview(TOKENS.encode(list(tokens)))[1 if len(tokens) < 16 else 3 :]
 
 
@@ -74,10 +73,7 @@ def _identifiers(features: Any) -> list[str]:
 
 
 def parent_of(request_id: str) -> str | None:
-    """The request that a best-of-n child belongs to, or None.
-
-    vLLM makes a request of each answer, and names it ``<index>_<parent>``.  Its number of
-    siblings is not known in the engine.
-    """
+    """The request that a best-of-n child belongs to, or None."""
+    # vLLM makes a request of each answer, and names it ``<index>_<parent>``.
     child = _CHILD.fullmatch(request_id)
     return child.group(1) if child else None

@@ -1,7 +1,7 @@
-"""The connector's half in the scheduler's process: hands vLLM's hooks to the parts that are there.
+"""The connector's half in the scheduler's process: passes vLLM's hooks to its parts.
 
-What each part does is in :mod:`~pdconn.vllm.scheduler_part`.  The engine's thread calls everything
-here, by vLLM's own names.
+:mod:`~pdconn.vllm.scheduler_part` lists the parts.  The engine's thread calls everything here, by
+vLLM's names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.store.storing import Storing
-from pdconn.vllm.tracing.pulls import PullSpans
+from pdconn.vllm.tracing.pull_spans import PullSpans
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -56,12 +56,12 @@ _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 
 class SchedulerParts:
-    """The parts of one engine's half, in the order in which hooks are handed to them.
+    """The parts of one engine, in the order in which hooks are passed to them.
 
     Attributes:
-        lending, pulling, storing, waits: those that there are, or None.
-        every: all of them.
-        asked: those that may answer for a request, in the order in which they are asked.
+        lending, pulling, storing, waits: the part, or None.
+        every: all parts.
+        asked: those that may answer ``get_num_new_matched_tokens``, in the order of asking.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class SchedulerParts:
     ) -> None:
         self.lending, self.pulling, self.storing = lending, pulling, storing
         self.waits = None if lending is None else BlockWaits(lending, pulling, steady)
-        # In a step, claims give way before the commands are taken that say so.  A new request's
-        # parameters are a dict once pulling has seen them, and when it ends its blocks are cached
-        # before they are lent.
+        # In a step, waits give up claims before pulling sends the commands for that.  Pulling makes
+        # a new request's parameters a dict before lending reads them, and caches the blocks of a
+        # finished request before lending lends them.
         self.every = _there(self.waits, pulling, spans, lending, storing)
-        # Who answers for a request; the first that does not leave it to the next.
+        # The first part that returns an answer decides.
         self.asked = _there(
-            lending,  # 1. it asks for a prefix of ours: nothing is brought, what is held is lent
-            self.waits,  # 2. it is to be lent, and as much is lent as may be: ask again
-            pulling,  # 3. a ticket: promised, or its claim is awaited
-            storing,  # 4. the store: fetched and verified, or looked up
-        )  # 5. none of them: it is computed
+            lending,  # 1. The request asks for a prefix of ours: nothing is loaded.
+            self.waits,  # 2. It is for another engine, whose share of blocks is used up: ask again.
+            pulling,  # 3. It has a ticket: promised, or its claim is awaited.
+            storing,  # 4. The store has rows of it: fetched and verified, or looked up.
+        )  # 5. None: it is computed.
 
 
 def _there(*parts: SchedulerPart | None) -> tuple[SchedulerPart, ...]:
@@ -92,13 +92,13 @@ def _there(*parts: SchedulerPart | None) -> tuple[SchedulerPart, ...]:
 
 
 class PdScheduler:
-    """What :class:`~pdconn.vllm.connector.PdconnConnector` does in the scheduler's process.
+    """:class:`~pdconn.vllm.connector.PdconnConnector` in the scheduler's process.
 
     Attributes:
-        parts: those that this engine has.
+        parts: of this engine.
         supports_divergent_local_hybrid_hits: whether a local hit is completed of which some groups
-            have less than others.
-        weights: hears of calls that may change them.
+            hold less than others.
+        weights: is notified of calls that may change them.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PdScheduler:
             storing = Storing(settings.store, vllm_config, incarnation, config)
         if transfer.is_kv_producer:
             stop = ShutdownSignal(wait_s=drain_s(vllm_config))
-            stop.watch()
+            stop.install_handlers()
             lending = Lending(
                 settings,
                 transfer.engine_id,
@@ -139,7 +139,7 @@ class PdScheduler:
             if self._adapters is not None:
                 lending.tickets.proof_of_adapter = self._adapters.proof_of
         if transfer.is_kv_consumer:
-            rules = PullRules.of(
+            rules = PullRules.from_config(
                 vllm_config,
                 config,
                 incarnation,
@@ -153,21 +153,21 @@ class PdScheduler:
                 pulling.take_back_own = lending.take_back_own
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
-        spans = None if pulling is None else PullSpans.of(vllm_config)
+        spans = None if pulling is None else PullSpans.from_config(vllm_config)
         return SchedulerParts(lending=lending, pulling=pulling, storing=storing, spans=spans)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Take vLLM's ``KVCacheManager``, before any request.
 
         Raises:
-            ConfigError: this vLLM would let us fill blocks that a step still writes.
+            ConfigError: with this vLLM we might fill blocks that a step still writes.
         """
         self._self_test = SelfTest(manager)
         every = self.parts.every
         if any(part.fills_blocks for part in every):
             defer_frees()
             recompute_failed_loads(self.is_load_optional)
-        # Lending first: what pulling keeps of windows counts from what is freed then.
+        # Lending first: pulling keeps windows relative to what is freed then.
         for part in reversed(every):
             part.bind_kv_cache_manager(manager)
         self.supports_divergent_local_hybrid_hits = (
@@ -176,9 +176,9 @@ class PdScheduler:
         )
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """Where lent and quarantined blocks, and those that are being saved, are pinned."""
-        # Before a reset the last part that is bound is called first: what is being saved is
-        # unpinned by then, or lending would find blocks that others use, and keep what it lends.
+        """Take vLLM's block pool, in which lent, quarantined and saved blocks are pinned."""
+        # Before a reset the part that was bound last is called first, so saves unpin their blocks
+        # before lending does; otherwise lending would find blocks in use, and keep its leases.
         for part in self.parts.every:
             part.bind_gpu_block_pool(pool)
         self.weights.watch_pool(pool)
@@ -186,31 +186,31 @@ class PdScheduler:
     def set_xfer_handshake_metadata_pp_aware(
         self, handshakes: dict[tuple[int, int], PdHandshake]
     ) -> None:
-        """Every worker is registered, anew if the engine has slept: say what our KV looks like.
+        """Serve the workers' memory to peers, at the start and after each sleep.
 
         Raises:
-            ConfigError: this vLLM works in another way than those that were tested.
+            ConfigError: the self-test has failed with this vLLM.
         """
         pulling = self.parts.pulling
         self._self_test.run_once(None if pulling is None else pulling.answer_windows)
         if not self._greeting.registered(handshakes):
             return
-        # A store that cannot be opened ends the engine before it lends anything.
+        # A store that cannot be opened stops the engine before it lends anything.
         splits = self._splits()
         for part in reversed(self.parts.every):
             part.set_xfer_handshake_metadata(self._greeting, splits)
         self._serve()
 
     def _splits(self) -> Splits:
-        """Which blocks are described."""
+        """Which blocks the workers describe."""
         ranks = [rank.references for rank in self._greeting.welcome.ranks]
-        return Splits.of(self._config.transfer_groups, ranks)
+        return Splits.from_ranks(self._config.transfer_groups, ranks)
 
     def _serve(self) -> None:
-        """Say what our KV looks like from now on."""
+        """Serve the present Welcome to peers."""
         welcome = self._greeting.welcome
         if self._settings.description_file is not None:
-            described = msgspec.json.encode(Described.of(welcome))
+            described = msgspec.json.encode(Described.from_welcome(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
         splits = self._splits()
         for part in self.parts.every:
@@ -219,7 +219,7 @@ class PdScheduler:
     # A request
 
     def on_new_request(self, request: Request) -> None:
-        """A request entered the engine: its ticket is claimed, and what is no longer lent freed."""
+        """Claim the ticket of a new request, and unpin the blocks of freed leases."""
         if self._adapters is not None:
             self._adapters.read_adapter_of(request)
         for part in self.parts.every:
@@ -238,16 +238,16 @@ class PdScheduler:
                 break
         if answer[0] is not None:
             for part in self.parts.every:
-                part.note_answer(request)
+                part.note_matched_tokens(request)
         return answer
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """A request got blocks: the part that promised the external tokens brings them."""
+        """Start the load by the part that has promised the external tokens."""
         promised = self._promised.pop(request.request_id, None)
         if num_external_tokens:
-            self.weights.computed()
+            self.weights.note_computed()
         given = TransferBlocks(self._config, blocks.get_block_ids(), blocks.blocks)
         for part in self.parts.every:
             part.update_state_after_alloc(
@@ -257,7 +257,7 @@ class PdScheduler:
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Tokens loaded come from the store, or from a peer."""
+        """Whether loaded tokens come from the store or from a peer."""
         if not num_external_tokens:
             return {}
         for part in self.parts.every:
@@ -266,13 +266,13 @@ class PdScheduler:
         return {CacheHitSource.P2P: num_external_tokens}
 
     def is_load_optional(self, request_id: str) -> bool:
-        """Whether a request waits for its store, or for a lent prefix: not for a whole prompt."""
+        """Whether a request waits for the store or a lent prefix, and not for a whole prompt."""
         return any(part.is_load_optional(request_id) for part in self.parts.every)
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> dict[str, Any] | None:
-        """A request left the engine: what its answer carries, a ticket if it asked for one."""
+        """Lend the blocks of a finished request; returns ``kv_transfer_params`` for its answer."""
         self._promised.pop(request.request_id, None)
         count = num_computed(request) if request.status in _COMPUTED else 0
         blocks = TransferBlocks(self._config, block_ids)
@@ -282,27 +282,27 @@ class PdScheduler:
     # A step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PdMetadata:
-        """What the workers are to do in this step."""
+        """Commands for the workers in this step."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
         metadata = PdMetadata(is_idle=num_tokens == 0)
         if num_tokens:
-            self.weights.computed()
+            self.weights.note_computed()
         metadata.weights = self._greeting.take_weights()
         for part in self.parts.every:
             part.build_connector_meta(scheduler_output, metadata)
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """The workers reported.  The engine frees the blocks of what failed after this."""
+        """Process the workers' reports.  vLLM frees the blocks of failed loads after this."""
         for part in self.parts.every:
             part.update_connector_output(output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Stored rows, in vLLM's own block hashes."""
+        """Stored rows, as vLLM's block hashes."""
         return [event for part in self.parts.every for event in part.take_events()]
 
     def get_kv_connector_stats(self) -> PdStats | None:
-        """Leases, tickets and rows since the last call."""
+        """Counts of leases, tickets and rows since the last call."""
         counts: dict[str, int] = {}
         gauges: dict[str, int] = {}
         for part in self.parts.every:
@@ -311,7 +311,7 @@ class PdScheduler:
         return PdStats({"counts": counts, "gauges": gauges}) if counts or gauges else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether an engine that was asked to stop must wait for what it lends."""
+        """Whether an engine that is shutting down must wait for its leases."""
         return any(part.has_pending_push_work() for part in self.parts.every)
 
     def shutdown(self) -> None:

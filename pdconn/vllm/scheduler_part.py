@@ -1,15 +1,14 @@
-"""A part of the connector's half in the scheduler's process, by the names of vLLM's hooks.
+"""A part of the connector in the scheduler's process, by the names of vLLM's hooks.
 
-:class:`~pdconn.vllm.scheduler.PdScheduler` hands every hook to each part that is there::
+:class:`~pdconn.vllm.scheduler.PdScheduler` passes every hook to each part of an engine::
 
-    BlockWaits   which requests wait for blocks, and what gives way to them   where it lends
-    Pulling      what a ticket brings                                         where it pulls
-    PullSpans    traces of pulls                                              where they are traced
-    Lending      what is lent to others                                       where it lends
-    Storing      what is saved and loaded                                     with a store
+    BlockWaits   requests that wait for blocks, and what ends for them   if it lends
+    Pulling      pulls by tickets                                        if it pulls
+    PullSpans    traces of pulls                                         if they are traced
+    Lending      leases                                                  if it lends
+    Storing      saves and loads                                         with a store
 
-A part that has nothing to do in a hook leaves it out.  Hooks of which vLLM has no equal are at
-the end.
+A part implements the hooks that it needs.  Hooks that vLLM does not have are at the end.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ if TYPE_CHECKING:
     from pdconn.vllm.metadata import PdMetadata
 
 Matched = tuple[int | None, bool]
-"""vLLM's: tokens behind the local hit that a connector brings, None to ask again; and whether they
-come between steps."""
+"""As in vLLM: tokens behind the local hit that a connector loads (None: ask again), and whether it
+loads them between steps."""
 
 NOTHING: Matched = (0, False)
 ASK_AGAIN: Matched = (None, False)
 
 
 class SchedulerPart:
-    """Does nothing in any hook.  All on the engine's thread, without system calls."""
+    """Does nothing in any hook.  All hooks run on the engine's thread, without system calls."""
 
     fills_blocks = False
-    """Whether it brings KV into blocks that vLLM has allocated."""
+    """Whether it writes KV into blocks that vLLM has allocated."""
 
     lends = False
-    """Whether tickets of it may be on their way."""
+    """Whether it issues tickets."""
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether it completes a local hit of which some groups have less than others."""
+        """Whether it completes a local hit of which some groups hold less than others."""
         return False
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
@@ -56,19 +55,16 @@ class SchedulerPart:
         """Take vLLM's block pool, to pin blocks in."""
 
     def set_xfer_handshake_metadata(self, greeting: Greeting, splits: Splits) -> None:
-        """Every worker is registered, anew if the engine has slept.
-
-        ``splits`` says which blocks they describe.
-        """
+        """Take the workers' memory, again after a sleep; ``splits``: which blocks it describes."""
 
     def on_new_request(self, request: Any) -> None:
-        """A request entered the engine."""
+        """A request has entered the engine."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
-        """What it brings of a request behind ``num_computed_tokens`` that are held.
+        """Tokens of a request that it loads behind the ``num_computed_tokens`` that are held.
 
         Returns:
-            None leaves the request to the next part; anything else is vLLM's answer.
+            The answer to vLLM; None leaves the request to the next part.
         """
         return None
 
@@ -80,22 +76,22 @@ class SchedulerPart:
         *,
         is_promised: bool,
     ) -> None:
-        """A request got blocks, of which vLLM does not compute ``num_external_tokens`` tokens.
+        """A request has blocks; vLLM does not compute ``num_external_tokens`` of its tokens.
 
-        ``is_promised``: they are this part's to bring.
+        ``is_promised``: this part has promised to load them.
         """
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Where the tokens that a request loads come from, if it is this part that knows."""
+        """Sources of the tokens that a request loads, if this part loads them."""
         return {}
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
-        """A step is scheduled: add what the workers are to do in it."""
+        """A step is scheduled: add commands for the workers."""
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Workers reported.  vLLM frees the blocks of what failed after this."""
+        """The workers have reported.  vLLM frees the blocks of failed loads after this."""
 
     def request_finished(
         self, request: Any, blocks: TransferBlocks, num_computed: int
@@ -105,12 +101,12 @@ class SchedulerPart:
         ``num_computed`` of its tokens were computed; 0 if it was aborted, rejected or failed.
 
         Returns:
-            ``kv_transfer_params`` of its answer, if this part has some.
+            ``kv_transfer_params`` for its answer, or None.
         """
         return None
 
     def has_pending_push_work(self) -> bool:
-        """Whether an engine that was asked to stop must wait for it."""
+        """Whether an engine that is shutting down must wait for it."""
         return False
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -120,26 +116,26 @@ class SchedulerPart:
     def shutdown(self) -> None:
         """Stop its threads, close its sockets.  Idempotent."""
 
-    # Not of vLLM's
+    # Hooks that vLLM does not have
 
-    def note_answer(self, request: Any) -> None:
-        """vLLM was answered, by any part, and allocates blocks next, if it can."""
+    def note_matched_tokens(self, request: Any) -> None:
+        """``get_num_new_matched_tokens`` was answered, by any part; vLLM allocates blocks next."""
 
     def is_load_optional(self, request_id: str) -> bool:
-        """Whether it brings what a request waits for, and the request is computed if that fails."""
+        """Whether a request waits for a load of this part, and is computed if the load fails."""
         return False
 
     def serve(self, welcome: Welcome, splits: Splits) -> None:
-        """``welcome`` is what peers are told of this engine from now on."""
+        """Serve ``welcome``, the description of this engine, to peers from now on."""
 
     def set_doubt(self, doubt: str) -> None:
-        """Why nothing may be pulled from now on; empty if it may."""
+        """Set why nothing may be pulled from now on; empty if pulls are allowed."""
 
     def weights_changed(self) -> None:
-        """What was computed before, here or elsewhere, may be of other weights than ours now."""
+        """Our weights may have changed: KV that was computed before may be of other weights."""
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Counts since the last call."""
         return {}
 
     def take_gauges(self) -> dict[str, int]:

@@ -1,22 +1,21 @@
-"""Speculation: which tokens decode must compute itself for the drafter's KV to be right.
+"""Speculation: the tokens that decode must compute itself for correct KV of the drafter.
 
-A drafter of EAGLE's kind reads, for its KV at a position, the target's hidden state there and the
-token after it.  So of a prompt whose last token decode computes, all that it pulls is right.  MTP
-of several modules reads further: module ``k`` needs the ``k + 1`` next tokens, and after the end of
-the prompt prefill takes what it has drafted itself::
+A drafter like EAGLE computes its KV at a position from the target's hidden state there and the
+next token.  So if decode computes the last token of a prompt, all KV that it pulls is correct.  MTP
+of several modules reads further: module ``k`` needs the next ``k + 1`` tokens, and behind the end
+of the prompt prefill uses tokens that it has drafted::
 
     prompt of 8 tokens      0  1  2  3  4  5  6  7
     module 0 reads          1  2  3  4  5  6  7 (8)      right up to position 6
     module 1 reads          2  3  4  5  6  7 (8)(9)      right up to position 5
     module 2 reads          3  4  5  6  7 (8)(9)(10)     right up to position 4: decode pulls 0 to 4
 
-vLLM alone writes such positions again when a draft is rejected, from tokens that it remembers of
-the last step; decode has no last step.  Therefore decode leaves the last ``num_lookahead`` tokens
-of a prompt to itself.
+vLLM rewrites such positions when a draft is rejected, from tokens of the last step; decode has no
+last step.  So decode computes the last ``num_lookahead`` tokens of a prompt itself.
 
-Of a model with states decode must begin where prefill ended, one token before the end of the
-prompt, and that token is not known to prefill.  EAGLE's KV of one position is then that of another
-token, which costs some drafts and no answer; more modules would cost more, and are refused.
+With a model with states decode must begin where prefill has ended, one token before the end of the
+prompt, and prefill does not know that token.  EAGLE's KV at one position is then of another token,
+which costs some drafts and changes no answer; several modules are refused.
 
 Sources: vLLM's ``num_prefill_lookahead_tokens`` and ``MultiModuleMTPSpeculator``.
 """

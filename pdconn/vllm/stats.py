@@ -121,10 +121,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 
 @dataclass
 class PdStats(KVConnectorStats):
-    """What happened in an interval: ``seen`` lists per histogram, ``counts`` per counter.
-
-    ``gauges`` are values as of its end.
-    """
+    """Statistics of an interval: values by histogram (``seen``), ``counts``, and ``gauges``."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -133,12 +130,12 @@ class PdStats(KVConnectorStats):
         self.data.setdefault("counts", {})
         self.data.setdefault("gauges", {})
 
-    def count(self, name: str, amount: int = 1) -> None:
+    def add_count(self, name: str, amount: int = 1) -> None:
         """Add to a counter."""
         self.data["counts"][name] = self.data["counts"].get(name, 0) + amount
 
     def record(self, record: PullRecord) -> None:
-        """Add one received pull."""
+        """Add a received pull."""
         moved = record.moved
         for name, value in (
             ("transfer_s", record.transfer_s),
@@ -150,29 +147,29 @@ class PdStats(KVConnectorStats):
             ("total_s", record.total_s),
         ):
             self.data["seen"].setdefault(name, []).append(value)
-        self.count("pulls")
+        self.add_count("pulls")
         for name in ("full", "window", "state", "saved_by_window", "saved_by_hits"):
-            self.count(name, getattr(moved, name))
+            self.add_count(name, getattr(moved, name))
 
     def reset(self) -> None:
-        """Start an interval."""
+        """Start a new interval."""
         self.data = {"seen": {}, "counts": {}, "gauges": {}}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether there is nothing to report."""
         return not (self.data["seen"] or self.data["counts"] or self.data["gauges"])
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another worker's or interval's."""
+        """Add the statistics of another worker or interval."""
         for name, values in other.data.get("seen", {}).items():
             self.data["seen"].setdefault(name, []).extend(values)
         for name, amount in other.data.get("counts", {}).items():
-            self.count(name, amount)
+            self.add_count(name, amount)
         self.data["gauges"] |= other.data.get("gauges", {})
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """A line for vLLM's log."""
+        """The values of vLLM's log line."""
         seen, counts = self.data["seen"], self.data["counts"]
         times = seen.get("total_s", [])
         nbytes, moving = sum(seen.get("nbytes", [])), sum(seen.get("transfer_s", []))
@@ -194,7 +191,7 @@ class PdStats(KVConnectorStats):
 
 
 class PdPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics above and fills them per engine."""
+    """Registers the metrics and updates them per engine."""
 
     def __init__(
         self,
@@ -235,7 +232,7 @@ class PdPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval; counts and gauges without a metric of their own are left out."""
+        """Add one interval; counts and gauges without a metric are left out."""
         for name, values in transfer_stats_data.get("seen", {}).items():
             for value in values:
                 self._histograms[name][engine_idx].observe(value)

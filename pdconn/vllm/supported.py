@@ -1,4 +1,4 @@
-"""What engines are configured with: those not supported are refused before they lend anything."""
+"""The engine's configuration: what is not supported is refused before anything is lent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_s
 
 
 def settings_of(config: VllmConfig) -> Settings:
-    """Our part of an engine's configuration.
+    """Our settings in an engine's configuration.
 
     Raises:
-        ConfigError: naming the key, what was expected and what came.
+        ConfigError: naming the key, the expected and the seen value.
     """
     index = config.parallel_config.data_parallel_index
     return read_transfer(config.kv_transfer_config, index)
@@ -34,7 +34,7 @@ def read_transfer(transfer: KVTransferConfig, data_parallel_index: int = 0) -> S
     """Our settings in ``--kv-transfer-config``.
 
     Raises:
-        ConfigError: naming the key, what was expected and what came.
+        ConfigError: naming the key, the expected and the seen value.
     """
     settings = read_settings(
         transfer.kv_connector_extra_config,
@@ -44,16 +44,16 @@ def read_transfer(transfer: KVTransferConfig, data_parallel_index: int = 0) -> S
         role=transfer.kv_role,
     )
     if settings.lend_back is not None and not transfer.is_kv_producer:
-        hint = "with lend_back decode lends, too"
+        hint = "with lend_back decode also lends"
         raise ConfigError("kv_role", "kv_both", transfer.kv_role, hint)
     return settings
 
 
 def check_reachable(settings: Settings) -> None:
-    """What the side channel of an engine that lends checks as it starts, but for its port.
+    """Check the side channel of an engine that lends, without opening its port.
 
     Raises:
-        FieldError: tickets could name no host, or other hosts could reach it unauthenticated.
+        FieldError: no host can be advertised, or other hosts could reach it unauthenticated.
     """
     host = settings.side_channel_host
     for reached in (host, advertised_host(host, settings.advertise_host)):
@@ -61,25 +61,25 @@ def check_reachable(settings: Settings) -> None:
 
 
 def answer_in_tree_keys(config: VllmConfig) -> None:
-    """Log what becomes of NixlConnector's keys, a line each."""
+    """Log how NixlConnector's keys are translated, a line each."""
     transfer = config.kv_transfer_config
     for note in in_our_keys(transfer.kv_connector_extra_config, transfer.kv_role).notes:
         log.info("pdconn: %s", note)
 
 
 def check_supported(config: VllmConfig, transfer: KVTransferConfig | None = None) -> None:
-    """Refuse what would be answered wrongly, or not as the user asked for.
+    """Refuse a configuration with which answers would be wrong, or settings ignored.
 
     Args:
-        transfer: our part, where ``config`` has MultiConnector's.
+        transfer: ours, where ``config`` has MultiConnector's.
 
     Raises:
-        ConfigError: naming what was expected and what came.
+        ConfigError: naming the expected and the seen value.
     """
     _check_blocks(config)
     _check_memory(config, transfer or config.kv_transfer_config)
     if _set_in(config, "aux_output_config", "enable_return_routed_experts"):
-        hint = "decode does not compute the prompt, so it cannot tell its experts"
+        hint = "decode does not compute the prompt, so it does not know its experts"
         raise ConfigError("enable_return_routed_experts", False, True, hint)
 
 
@@ -87,28 +87,25 @@ def _set_in(config: VllmConfig, part: str, name: str) -> Any:
     """A setting of vLLM's that decides whether an engine is served.
 
     Raises:
-        ConfigError: there is none by this name: under another one it would be overlooked.
+        ConfigError: this vLLM has no such setting, and may have it by another name.
     """
     found: Any = config
     for owner, each in (("VllmConfig", part), (part, name)):
         if not hasattr(found, each):
-            hint = "this vLLM works in another way, and pdconn does not know it yet"
+            hint = "this vLLM works differently, and pdconn does not support it yet"
             raise ConfigError(f"vLLM's {owner}", f"one with {each}", "none by this name", hint)
         found = getattr(found, each)
     return found
 
 
 def _check_blocks(config: VllmConfig) -> None:
-    """Whether one block id means the same rows on every rank, in one pool of blocks.
-
-    Under context parallelism it does not: a block's tokens are spread over ranks, and
-    the ranks of one stage hold different tokens under equal ids.  HiSparse keeps its
-    source blocks in a pool of its own on the host.
-    """
+    """Check that a block id means the same tokens on every rank, in one pool of blocks."""
+    # With context parallelism ranks of one stage hold different tokens of a block.  HiSparse has a
+    # second pool of blocks, on the host.
     for name in _CONTEXT_PARALLEL:
         size = _set_in(config, "parallel_config", name)
         if size != 1:
-            hint = "pdconn cannot tell yet which rank holds which token of a block"
+            hint = "pdconn does not support blocks whose tokens are spread over ranks yet"
             raise ConfigError(name, 1, size, hint)
     if _set_in(config, "attention_config", "hisparse_config") is not None:
         hint = "pdconn cannot lend blocks of its host pool yet"
@@ -116,7 +113,7 @@ def _check_blocks(config: VllmConfig) -> None:
 
 
 def _check_memory(config: VllmConfig, transfer: KVTransferConfig) -> None:
-    """Whether KV memory is registered where it is, and stays where it was registered."""
+    """Check that KV memory is registered in place, and is not moved later."""
     if _set_in(config, "model_config", "enable_sleep_mode"):
         check_sleep(transfer)
     device, buffer = _set_in(config, "device_config", "device_type"), transfer.kv_buffer_device

@@ -1,4 +1,4 @@
-"""Checks of single settings: each returns the value, or raises ValueError with what it expected."""
+"""Checks of single settings: each returns the value, or raises ValueError with the expected one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pdconn.puller.verification import Verify
 from transport.choose import WANTED
 
 OUR_LAYOUT, NO_LAYOUT = "auto", "none"
-"""Values of ``layout`` beside names: what pdconn prefers, and what the attention backend does."""
+"""Values of ``layout`` besides names: pdconn's preference, and that of the attention backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class LendBack:
-    """How answers are lent, see :mod:`pdconn.vllm.lends.answers`.
+    """How answers are lent (:mod:`pdconn.vllm.lends.answers`).
 
     Attributes:
         seconds: the lease.
-        share: of the engine's blocks that may be pinned by answers; the oldest is given up first.
+        share: of the engine's blocks that answers may pin; the oldest lease ends first.
     """
 
     seconds: float = 60.0
@@ -94,7 +94,7 @@ def flag(value: Any) -> bool:
 
 
 def truth(value: Any) -> bool:
-    """As NixlConnector's manifests write it, in which it may be text."""
+    """A flag that may be text, as in manifests for NixlConnector."""
     written = str(value).lower()
     if written not in ("true", "false"):
         raise ValueError("true or false")

@@ -33,7 +33,7 @@ from pdconn.vllm.blocks.geometry import kv_cache_references
 from pdconn.vllm.blocks.heads import heads_by_layer
 from pdconn.vllm.blocks.kinds import transferred_specs
 from pdconn.vllm.blocks.partial import block_tokens, partial_blocks
-from pdconn.vllm.blocks.states import num_groups, state_chunks
+from pdconn.vllm.blocks.recurrent_states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.identity.weights import engine_weights, started_at
@@ -42,7 +42,7 @@ from pdconn.vllm.memory.opening import open_nixl, open_transport
 from pdconn.vllm.memory.warm import BackendOptions, network_only, rehearse_pulls, warm_up_of
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
-from pdconn.vllm.tracing.pulls import TracedPull, are_traced
+from pdconn.vllm.tracing.pull_spans import TracedPull, are_traced
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
@@ -53,7 +53,7 @@ from transport.streams import StreamPoint, stream_point
 log = logging.getLogger(__name__)
 
 _IDLE_STEP_S = 0.003
-"""How long a step without work may wait for a pull; a new request waits that long, too."""
+"""How long a step without work may wait for a pull; new requests wait as long."""
 
 
 class PdWorker:
@@ -90,11 +90,11 @@ class PdWorker:
         self._lends = False
         self._rank = 0
 
-    def register(self, kv_caches: dict[str, Any]) -> None:
-        """Describe and pin the KV memory, at the start and after each sleep; on decode, pull.
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Describe and pin the KV memory, at the start and after each sleep; start the puller.
 
         Raises:
-            RegistrationError: memory that we cannot describe.
+            RegistrationError: memory that cannot be described.
             TransportError: memory that cannot be pinned.
         """
         self._kv_caches = kv_caches
@@ -102,7 +102,7 @@ class PdWorker:
         references = self._references(kv_caches, tp_rank)
         layers = self._config.compilation_config.static_forward_context
         specs = transferred_specs(self._kv_cache_config)
-        if not self._content:  # of the weights as they were loaded: a sleep changes nothing
+        if not self._content:  # at the start: a sleep does not change the loaded weights
             named, since = self._settings.weights_id, started_at()
             weights = engine_weights(self._config, named=named, since=since)
             self._content = block_traits(self._config, layers, specs, weights)
@@ -110,7 +110,7 @@ class PdWorker:
         content, traits = self._content, self._traits
         transfer = self._config.kv_transfer_config
         self._lends = transfer.is_kv_producer
-        # vLLM leaves it at 1 where the ranks do not step together, as those of a dense model.
+        # vLLM sets it to 1 if the ranks do not step together, as with a dense model.
         self._others_wait = self._config.parallel_config.data_parallel_size > 1
         name = f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}"
         transport = open_transport(self._settings, self._config, name, lends=self._lends)
@@ -144,89 +144,89 @@ class PdWorker:
                     hold=None if store.read_only else partial(HeldWriter, store.root),
                 )
 
-    def handshake(self) -> PdHandshake | None:
-        """What the scheduler serves to peers."""
+    def get_handshake_metadata(self) -> PdHandshake | None:
+        """This worker's memory, which the scheduler serves to peers."""
         return self._handshake
 
-    def apply(self, metadata: PdMetadata) -> None:
-        """Begin what the scheduler asks for in this step; only sums are made here."""
+    def bind_connector_metadata(self, metadata: PdMetadata) -> None:
+        """Pass on the scheduler's commands of this step; only checksums are computed here."""
         self._is_idle = metadata.is_idle
         if metadata.weights is not None and self._traits:
             self._traits = {**self._traits, **metadata.weights}
             if self._puller is not None:
-                self._puller.post(CompareAnew(self._traits))
+                self._puller.post_command(CompareAnew(self._traits))
         for terms, blocks in metadata.to_sum:
             self._sum(terms, blocks)
         after = self._drafted(metadata)
-        if self._puller is not None:  # asleep there is none; our scheduler asks again
+        if self._puller is not None:  # None while asleep; the scheduler sends the commands again
             for command in metadata.commands:
-                self._puller.post(command, after if isinstance(command, ReadBlocks) else None)
+                self._puller.post_command(
+                    command, after if isinstance(command, ReadBlocks) else None
+                )
         if self._store is not None:
             for asked in metadata.store:
                 self._num_fetching += isinstance(asked, Fetch | LoadRows | FailLoad)
                 self._store.post_command(asked, after)
 
-    def after_pass(self) -> None:
-        """The step's forward pass has written its KV: what is to be saved may be read."""
+    def wait_for_save(self) -> None:
+        """The step's forward pass has written its KV, which may be saved now."""
         if self._store is not None:
             self._store.after_pass()
 
-    def results(self) -> KVConnectorTransferResults:
-        """What ended since the last step.
-
-        An idle step ends at the first report: an engine that only waits for pulls steps
-        without a pause otherwise, and takes the cores that they need.  Not a data-parallel rank of
-        a model with experts: every rank takes part in every step, and those with work would
-        wait for ours.
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Loads that have ended since the last step.
 
         Raises:
-            BackendFailure: we lend, and no peer can read from us any more.
-            PullerBroken: a thread of the puller died.
+            BackendFailure: we lend, and peers can read from us no more.
+            PullerBroken: a thread of the puller has died.
         """
         if self._lends and self._memory is not None:
             self._memory.transport.check()
         results = KVConnectorTransferResults()
+        # An engine that only waits for pulls steps without a pause, and occupies the cores that
+        # they need.  So an idle step waits for the first report; but not on a data-parallel rank of
+        # a model with experts, since the ranks with work would wait for it in every step.
         if self._is_idle and not self._others_wait:
             self._wait()
         if self._store is not None:
             self._collect_stored(self._store, results)
         if self._puller is not None:
-            pulled = self._puller.collect()
+            pulled = self._puller.take_results()
             if pulled is not NO_RESULTS:
                 self._note(pulled, results)
         return results
 
-    def take_report(self) -> PdWorkerReport | None:
-        """What the scheduler must know besides, or None."""
+    def build_connector_worker_meta(self) -> PdWorkerReport | None:
+        """Further reports for the scheduler, or None."""
         if self._report.is_empty:
             return None
         report, self._report = self._report, PdWorkerReport()
         return report
 
     def take_stats(self) -> PdStats | None:
-        """Pulls since the last step, or None."""
+        """Pulls since the last call, or None."""
         if self._puller is not None:
-            for name, amount in self._puller.take_counts().items():
-                self._stats.count(name, amount)
+            for name, amount in self._puller.take_pull_counts().items():
+                self._stats.add_count(name, amount)
         if self._store is not None:
             for name, amount in self._store.take_rank_counts().items():
-                self._stats.count(f"store_{name}", amount)
+                self._stats.add_count(f"store_{name}", amount)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, PdStats()
         return stats
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Stop the threads and unpin the memory."""
         if self._store is not None:
             self._store.close()
         self._end_transfers()
         self._store, self._kv_caches = None, {}
 
-    def sleep(self) -> None:
-        """KV memory is about to be unmapped: end every pull, and let nothing refer to it.
+    def unregister_kv_caches(self) -> None:
+        """KV memory is about to be unmapped: end every pull and close the transport.
 
-        Harmless when asleep.  See :mod:`pdconn.vllm.memory.sleep`.
+        Idempotent (:mod:`pdconn.vllm.memory.sleep`).
 
         Raises:
             BackendFailure: a read can still write to the memory, which must stay.
@@ -234,27 +234,23 @@ class PdWorker:
         if not self._is_asleep and self._memory is not None:
             self._end_transfers()
             self._is_asleep = True
-            log.info("pdconn: KV memory is not registered any more: the engine goes to sleep")
+            log.info("pdconn: KV memory is no longer registered: the engine goes to sleep")
 
-    def wake(self) -> None:
-        """Other pages are mapped where KV memory was: register them, and go on.
-
-        Harmless when awake.
+    def restore_kv_caches(self) -> None:
+        """KV memory is mapped again, to other pages: register it.  Idempotent.
 
         Raises:
-            RegistrationError, TransportError: as :meth:`register`.
+            RegistrationError, TransportError: it cannot be described or pinned.
         """
         if self._is_asleep:
-            self.register(self._kv_caches)
+            self.register_kv_caches(self._kv_caches)
             self._is_asleep = False
 
     def _drafted(self, metadata: PdMetadata) -> StreamPoint | None:
-        """What the GPU must have done before blocks are written to that this step asks for.
-
-        vLLM's model runner V2 reports a step's tokens before its drafter has run, so blocks may be
-        freed, and given to another request, which the drafter still writes.  The step's own pass
-        comes after this point.
-        """
+        """The point that the GPU must reach before this step's loads write to their blocks."""
+        # vLLM's model runner V2 reports a step's tokens before its drafter has run, so a block that
+        # the drafter still writes may have been freed, and given to another request.  This step's
+        # own pass comes after this point.
         asked = (*metadata.commands, *metadata.store)
         if not any(isinstance(one, ReadBlocks | LoadRows) for one in asked):
             return None
@@ -273,11 +269,11 @@ class PdWorker:
         self._rehearsed = []
 
     def _wait(self) -> None:
-        """Wait for whatever the engine's idle step waits for."""
+        """Wait for the store, or for the puller."""
         if self._num_fetching and self._store is not None:
             self._store.wait_for_answer(_IDLE_STEP_S)
         elif self._puller is not None:
-            self._puller.wait(_IDLE_STEP_S)
+            self._puller.wait_for_report(_IDLE_STEP_S)
 
     def _collect_stored(self, store: RankStore, results: KVConnectorTransferResults) -> None:
         loaded, failed, answers = (
@@ -303,10 +299,10 @@ class PdWorker:
         for failed in pulled.failed:
             results.failed_recving.add(failed.request)
             results.finished_recving.add(failed.request)
-            self._stats.count("failed")
+            self._stats.add_count("failed")
             if failed.quarantined:
                 self._report.quarantined.append(failed.request)
-                self._stats.count("quarantined")
+                self._stats.add_count("quarantined")
         self._report.released += pulled.released
         self._report.claims += pulled.claims
 
@@ -314,7 +310,7 @@ class PdWorker:
         """Checksum what a finished request lends, on the engine's thread."""
         summed: LentSums | None = None
         try:
-            if self._memory is not None:  # asleep, nothing is lent
+            if self._memory is not None:  # None while asleep: nothing is lent
                 summed = lent_sums(AnyMemory(), self._memory.references, blocks, terms)
         except Exception:  # no GPU memory to spare: readers get ChecksumUnavailable
             log.warning("pdconn: lent without checksums: request=%s", terms.request, exc_info=True)
@@ -324,7 +320,7 @@ class PdWorker:
         settings, faults = self._settings, self._settings.debug_faults
         if faults:
             log.warning("pdconn: debug_faults is on, answers may be wrong: %s", faults)
-        # Every rank draws for itself, or all would fail alike.
+        # Each rank has its own seed, or all would fail alike.
         if faults.reads:
             rng = Random(f"{faults.seed}/{me.rank}")
             transport = FaultyTransport(transport, faults.reads, rng)

@@ -64,8 +64,8 @@ class Ends:
             if name in self.lost:
                 continue
             try:
-                end.flush()
-                self.received[name] += end.receive()
+                end.flush_unsent()
+                self.received[name] += end.receive_frames()
             except SideChannelLost as error:
                 self.lost[name] = error
                 end.close()
@@ -88,7 +88,7 @@ class Ends:
             assert time.monotonic() < give_up, f"only lost {self.lost}"
             self.turn()
             if answer and self.received["lender"] and "lender" not in self.lost:
-                self.lender.send([b"rejected: that is no message"])
+                self.lender.send_frames([b"rejected: that is no message"])
                 answer = False
         return str(self.lost["reader"]), str(self.lost["lender"])
 

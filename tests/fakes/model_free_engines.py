@@ -109,7 +109,7 @@ class Prefill:
         self._transport = transport
         transport.register(self.cache.references.memories())
         rank = RankGeometry(0, 0, transport.address(), self.cache.references)
-        welcome = Welcome.of("prefill", incarnation, TRAITS, (rank,))
+        welcome = Welcome.in_our_version("prefill", incarnation, TRAITS, (rank,))
         self.lender = Lender(welcome, "127.0.0.1", port, security=security)
 
     @property
@@ -135,7 +135,7 @@ class Prefill:
 
     def collect(self) -> None:
         """Take back what is free."""
-        for freed in self.lender.collect():
+        for freed in self.lender.take_freed():
             self.ended[freed.why] += 1
             self.free += self._lent.pop(freed.request)
 
@@ -203,14 +203,14 @@ class Decode:
         blocks = tuple(self.free.popleft() for _ in range(PER_REQUEST))
         self.cache.write(blocks, bytes(PER_REQUEST * ROW_NBYTES))
         self._blocks[number] = blocks
-        self.puller.post(ClaimTicket(str(number), f"decode/{number}", ticket))
-        self.puller.post(
+        self.puller.post_command(ClaimTicket(str(number), f"decode/{number}", ticket))
+        self.puller.post_command(
             ReadBlocks(str(number), Need.for_range(0, NUM_TOKENS, (BlockList(0, blocks),)))
         )
 
     def collect(self) -> None:
         """Answer what has ended."""
-        outcome = self.puller.collect()
+        outcome = self.puller.take_results()
         for name in outcome.received:
             number = int(name)
             self.received.add(number)

@@ -161,7 +161,7 @@ class Pair:
     def welcome(self) -> Welcome:
         """What the lender says of itself."""
         rank = RankGeometry(0, 0, self.their_transport.address(), self.theirs.references)
-        return Welcome.of("prefill", self.incarnation, self.traits, (rank,))
+        return Welcome.in_our_version("prefill", self.incarnation, self.traits, (rank,))
 
     def lend(self, request: str, ids: tuple[int, ...] = (3, 4, 5)) -> Ticket:
         """Lend blocks under ``request``; the ticket for them."""
@@ -191,10 +191,10 @@ class Pair:
 
     def claim(self, request: str, ticket: Ticket) -> None:
         self.number += 1
-        self.puller.post(ClaimTicket(request, f"here/{self.number}", ticket))
+        self.puller.post_command(ClaimTicket(request, f"here/{self.number}", ticket))
 
     def start_read(self, request: str, ids: tuple[int, ...] = (7, 8, 9)) -> None:
-        self.puller.post(
+        self.puller.post_command(
             ReadBlocks(request, Need.for_range(0, 12, (BlockList(0, ids),) * self.groups))
         )
 
@@ -203,10 +203,10 @@ class Pair:
         self.start_read(request, ids)
 
     def cancel(self, request: str) -> None:
-        self.puller.post(CancelPull(request))
+        self.puller.post_command(CancelPull(request))
 
     def collect(self) -> PullResults:
-        outcome = self.puller.collect()
+        outcome = self.puller.take_results()
         self.received += outcome.received
         self.failed.update({failed.request: failed.reason for failed in outcome.failed})
         self.released += outcome.released
@@ -229,7 +229,7 @@ class Pair:
     def freed(self, seconds: float = 30.0) -> str:
         """How the next lease ended; waits for it."""
         found: list[str] = []
-        self.wait(lambda: found or found.extend(f.why for f in self.lender.collect()), seconds)
+        self.wait(lambda: found or found.extend(f.why for f in self.lender.take_freed()), seconds)
         return found[0]
 
     def __enter__(self) -> Self:

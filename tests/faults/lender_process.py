@@ -59,7 +59,7 @@ class _Served:
         """The state of the lender; opens no file."""
         alive = self._lender._worker.is_alive
         if alive:
-            self._freed += [freed.request for freed in self._lender.collect()]
+            self._freed += [freed.request for freed in self._lender.take_freed()]
         return {
             "alive": alive,
             "connections": len(loop_of(self._lender)._connections),

@@ -63,15 +63,15 @@ class RawReader:
 
     def send(self, body: bytes) -> None:
         """Send a frame with any body, once the handshake is complete."""
-        self._connection.send([body])
+        self._connection.send_frames([body])
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which must be of ``kind``; the handshake goes on meanwhile."""
         give_up = time.monotonic() + PATIENCE_S
         while not self._received:
             assert time.monotonic() < give_up, f"no {kind.__name__} in {PATIENCE_S} s"
-            self._connection.flush()
-            for body in self._connection.receive():
+            self._connection.flush_unsent()
+            for body in self._connection.receive_frames():
                 self._received += decode_from_lender(body)
             time.sleep(0.0005)
         message = self._received.pop(0)

@@ -188,7 +188,7 @@ def test_a_slow_name_server_does_not_keep_other_pulls_from_renewing() -> None:
             assert asked.wait(20.0)
             renewals, since = pair.lender.counts["renewals"], time.monotonic()
             until(lambda: time.monotonic() - since > 4.0)  # longer than the lease
-            pair.network.release()
+            pair.network.release_held()
             assert pair.outcome_of("d") is None
             assert pair.lender.counts["renewals"] >= renewals + 2
             assert pair.received == ["d"]
@@ -210,10 +210,10 @@ def test_a_read_that_hangs_is_reported_in_time_and_its_blocks_stay_out_of_use() 
         pair.collect()
         assert pair.released == []
         assert num_open(pair.puller) > 0
-        assert pair.lender.collect() == []  # what may still be read is still lent
+        assert pair.lender.take_freed() == []  # what may still be read is still lent
         pair.network.script = None
         assert serves(pair)
-        pair.network.release()
+        pair.network.release_held()
         pair.wait(lambda: pair.released == ["d"])
         assert num_open(pair.puller) == 0
 
@@ -233,7 +233,7 @@ def test_an_idle_peer_makes_room_and_a_busy_one_does_not() -> None:
         _pull_at(pair, "127.0.0.4", "refused")
         assert "2 lenders are in use" in str(pair.outcome_of("refused"))
         pair.network.script = None
-        pair.network.release()
+        pair.network.release_held()
         assert pair.outcome_of("busy2") is None
         assert pair.outcome_of("busy3") is None
         _serves_at(pair, "127.0.0.4", "after")

@@ -130,7 +130,7 @@ def to_open_lender(rng: Random) -> bytes:
 
 def to_guarded_lender(rng: Random) -> bytes:
     """Garbage instead of a handshake, amid one, or as one."""
-    [hello] = ReaderAuth(Secret(SECRET.encode()), rng.randbytes(32)).start()
+    [hello] = ReaderAuth(Secret(SECRET.encode()), rng.randbytes(32)).opening_frames()
     if rng.random() < 0.4:
         corrupted: bytes = rng.choice(KINDS[:-5])(rng, hello)
         return rng.choice((b"", frame(hello))) + corrupted

@@ -102,7 +102,7 @@ def _refused(sock: socket.socket, count: int) -> int:
     """How many refusals arrive, up to ``count``."""
     frames, received = Frames(1 << 24), 0
     while received < count and (data := sock.recv(1 << 20)):
-        for body in frames.feed(data):
+        for body in frames.feed_bytes(data):
             received += sum(isinstance(one, Refused) for one in decode_from_lender(body))
     return received
 
@@ -145,14 +145,14 @@ def test_a_claim_does_not_overtake_its_lease(pair: Pair) -> None:
     reader = Reader("reader/1", 0, 1)
     with RawReader(pair.lender.port) as client:
         [connection] = loop_of(pair.lender)._connections.values()
-        real = connection.receive
+        real = connection.receive_frames
 
         def receive() -> list[bytes]:
             reading.set()
             go.wait(20.0)
             return real()
 
-        connection.receive = receive  # type: ignore[method-assign]
+        connection.receive_frames = receive  # type: ignore[method-assign]
         client.say(Renew(1, "other", reader))
         assert reading.wait(20.0)  # the queue was emptied, and the socket was not read
         pair.lender.lend("r", BLOCKS, 60.0)

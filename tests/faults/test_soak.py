@@ -156,9 +156,9 @@ class Soak:
         )
         for number in range(4096):  # fill the memory of ended leases: it is meant to grow
             prefill.lender.lend(f"before{number}", b"", 60.0)
-            prefill.lender.abort(f"before{number}")
+            prefill.lender.abort_lease(f"before{number}")
         freed: list[FreedLease] = []
-        until(lambda: freed.extend(prefill.lender.collect()) or len(freed) == 4096)
+        until(lambda: freed.extend(prefill.lender.take_freed()) or len(freed) == 4096)
         return prefill
 
     def _lend(self) -> Ticket | None:
@@ -170,10 +170,10 @@ class Soak:
     def _befall(self, ticket: Ticket) -> None:
         if self.rng.random() < 0.1:
             self.counts["cancelled"] += 1
-            self.decode.puller.post(CancelPull(str(self._number)))
+            self.decode.puller.post_command(CancelPull(str(self._number)))
         if self.rng.random() < 0.05:
             self.counts["aborted"] += 1
-            self.prefill.lender.abort(ticket.request_id)
+            self.prefill.lender.abort_lease(ticket.request_id)
 
     def _step(self) -> None:
         self.decode.collect()
@@ -303,7 +303,7 @@ def _hoarding(heap: list[bytearray], nbytes: int, count: int) -> Callable[..., N
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Pulls, "_forget_if_over"), (PeerTable, "forget"), (LeaseTable, "tick")],
+    [(Pulls, "_forget_if_over"), (PeerTable, "forget_peer"), (LeaseTable, "free_expired")],
     ids=lambda part: getattr(part, "__name__", part),
 )
 def test_a_table_that_never_forgets_is_noticed(

@@ -73,7 +73,7 @@ class Sleeper:
         transport.register([self._pages.memory])
         [made_up] = self._request.theirs.ranks
         geometry = RankGeometry(0, 0, transport.address(), placed(made_up, self._pages.memory))
-        welcome = Welcome.of("prefill", f"boot-{self._boots}", TRAITS, (geometry,))
+        welcome = Welcome.in_our_version("prefill", f"boot-{self._boots}", TRAITS, (geometry,))
         lender = Lender(welcome, LOCALHOST, self._port)
         self._awake.callback(lender.close)
         self._port = lender.port
@@ -116,7 +116,10 @@ class Lending:
             references = allocated(request.theirs, rank, held)
             geometry.append(RankGeometry(0, rank, self._pinned(held), references))
         lender = Lender(
-            Welcome.of("prefill", "boot", TRAITS, tuple(geometry)), LOCALHOST, 0, is_summing=verify
+            Welcome.in_our_version("prefill", "boot", TRAITS, tuple(geometry)),
+            LOCALHOST,
+            0,
+            is_summing=verify,
         )
         self._stack.enter_context(closing(lender))
         ticket = ticket_of(request, lender.port)

@@ -32,7 +32,7 @@ class TestNixlOnADevice(TransportContract):
         rig.check_read((64, 4096, 1000))
         rig.arena.bytes.flip(9000)  # type: ignore[attr-defined]
         with pytest.raises(AssertionError, match="1 bytes are wrong"):
-            rig.check((64, 4096, 1000))
+            rig.check_arena((64, 4096, 1000))
 
 
 def test_bytes_on_a_device_are_written_and_read_as_an_arrays(device: Device) -> None:

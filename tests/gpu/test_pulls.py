@@ -144,12 +144,12 @@ def pull(case: Case, port: int, made: list[tuple[Puller, BytesOn]]) -> list[Pull
     request = Request.of(case)
     ended: dict[int, PullResults] = {}
     for puller, _ in made:
-        puller.post(ClaimTicket("d", "here/1", ticket_of(request, port)))
-        puller.post(ReadBlocks("d", request.need))
+        puller.post_command(ClaimTicket("d", "here/1", ticket_of(request, port)))
+        puller.post_command(ReadBlocks("d", request.need))
 
     def collect() -> bool:
         for number, (puller, _) in enumerate(made):
-            outcome = puller.collect()
+            outcome = puller.take_results()
             if outcome.records or outcome.failed:
                 ended[number] = outcome
         return len(ended) == len(made)
@@ -173,7 +173,7 @@ def test_a_pull_through_the_whole_runtime_arrives_and_is_verified(
         assert [outcome.failed for outcome in outcomes] == [()] * case.our_tp
         for rank, (puller, ours) in enumerate(made):
             assert not (ours != request.expected(rank)).any()
-            verified = puller.take_counts().get("pulls_verified", 0)
+            verified = puller.take_pull_counts().get("pulls_verified", 0)
             assert verified == (verify is not Verify.OFF)
 
 
@@ -188,7 +188,7 @@ def test_a_byte_that_changed_after_it_was_summed_fails_the_pull(
         [outcome] = pull(case, port, made)
         [failed] = outcome.failed
         assert "sum" in failed.reason
-        assert made[0][0].take_counts() == {"pulls_corrupted": 1}
+        assert made[0][0].take_pull_counts() == {"pulls_corrupted": 1}
 
 
 def lent_offset(request: Request, rank: int) -> int:

@@ -55,12 +55,12 @@ def decode(device: Device) -> Iterator[tuple[Puller, BytesOn]]:
 
 def pull(puller: Puller, name: str, port: int, boot: str) -> PullResults:
     """How a pull of the request from a boot ended."""
-    puller.post(ClaimTicket(name, f"here/{name}", ticket_of(REQUEST, port, boot)))
-    puller.post(ReadBlocks(name, REQUEST.need))
+    puller.post_command(ClaimTicket(name, f"here/{name}", ticket_of(REQUEST, port, boot)))
+    puller.post_command(ReadBlocks(name, REQUEST.need))
     ended: list[PullResults] = []
 
     def is_over() -> bool:
-        found = puller.collect()
+        found = puller.take_results()
         if found.records or found.failed:
             ended.append(found)
         return bool(ended)

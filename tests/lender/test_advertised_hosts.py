@@ -90,17 +90,17 @@ def test_a_proof_is_good_for_an_endpoint_of_the_lender_and_no_other(
 ) -> None:
     reader = ReaderAuth(SECRET, b"r" * 32, dialled)
     lender = LenderAuth(SECRET, b"l" * 32, ("a:1", "b:1"))
-    (hello,) = reader.start()
-    (challenge,) = lender.feed(hello)[1]
-    (proof,) = reader.feed(challenge)[1]
+    (hello,) = reader.opening_frames()
+    (challenge,) = lender.feed_frame(hello)[1]
+    (proof,) = reader.feed_frame(challenge)[1]
     if not is_ours:
         with pytest.raises(AuthError, match="for a:1 or b:1, got 'one made with another, or by"):
-            lender.feed(proof)
+            lender.feed_frame(proof)
         return
-    (answer,) = lender.feed(proof)[1]
-    assert reader.feed(answer) == ([], [])
-    assert lender.feed(reader.seal(b"claim"))[0] == [b"claim"]
-    assert reader.feed(lender.seal(b"granted"))[0] == [b"granted"]
+    (answer,) = lender.feed_frame(proof)[1]
+    assert reader.feed_frame(answer) == ([], [])
+    assert lender.feed_frame(reader.seal(b"claim"))[0] == [b"claim"]
+    assert reader.feed_frame(lender.seal(b"granted"))[0] == [b"granted"]
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::", "0"])

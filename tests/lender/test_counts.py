@@ -37,12 +37,12 @@ class PausedIncrement(Counter[str]):
 def swap_counters(lender: Lender) -> dict[str, int]:
     """The negative control: the engine's thread swaps the counter of the lender's thread."""
     counts, sessions_of(lender).counts = sessions_of(lender).counts, Counter()
-    return dict(counts + Counter(lender.take_counts()))
+    return dict(counts + Counter(lender.take_lease_counts()))
 
 
 @pytest.mark.parametrize(
     ("take", "seen"),
-    [(Lender.take_counts, 1), (swap_counters, 0)],
+    [(Lender.take_lease_counts, 1), (swap_counters, 0)],
     ids=["outbox", "swapped by the engine"],
 )
 def test_an_increment_that_meets_the_taking_of_counts_is_not_lost(
@@ -68,18 +68,18 @@ def test_every_increment_is_taken_once_by_an_engine_that_takes_all_the_time() ->
         freed = 0
         for number in range(num_leases):
             pair.lender.lend(f"r{number}", bytes(16), 60.0)
-            pair.lender.abort(f"r{number}")
-            total.update(pair.lender.take_counts())
-            freed += len(pair.lender.collect())
+            pair.lender.abort_lease(f"r{number}")
+            total.update(pair.lender.take_lease_counts())
+            freed += len(pair.lender.take_freed())
 
         def drained() -> bool:
             nonlocal freed
-            freed += len(pair.lender.collect())
-            total.update(pair.lender.take_counts())
+            freed += len(pair.lender.take_freed())
+            total.update(pair.lender.take_lease_counts())
             return freed == num_leases
 
         pair.wait(drained, PATIENCE_S)
-        total.update(pair.lender.take_counts())
+        total.update(pair.lender.take_lease_counts())
         assert total == {"lent": num_leases, "freed_aborted": num_leases}
 
 

@@ -50,7 +50,7 @@ def test_a_lender_without_the_secret_is_counted_as_unauthenticated(theirs: Secur
         pair.lender = pair.open_lender(0)
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is not None
-        assert pair.puller.take_counts() == {"pulls_unauthenticated": 1}
+        assert pair.puller.take_pull_counts() == {"pulls_unauthenticated": 1}
 
 
 def test_a_lender_that_is_down_is_counted_as_unreachable() -> None:
@@ -59,7 +59,7 @@ def test_a_lender_that_is_down_is_counted_as_unreachable() -> None:
         pair.lender.close()
         pair.pull("d", ticket)
         assert pair.outcome_of("d") is not None
-        assert pair.puller.take_counts() == {"pulls_unreachable": 1}
+        assert pair.puller.take_pull_counts() == {"pulls_unreachable": 1}
 
 
 @pytest.mark.parametrize("security", [SECURED, Security()], ids=["secret", "none"])

@@ -52,7 +52,7 @@ def lasted_s() -> float:
         lent_at, freed_at = time.monotonic(), []
         while len(freed_at) < woken.lent:
             assert time.monotonic() < lent_at + 60.0
-            freed_at += [time.monotonic()] * len(pair.lender.collect())
+            freed_at += [time.monotonic()] * len(pair.lender.take_freed())
             time.sleep(0.005)
         return freed_at[-1] - lent_at
 

@@ -60,18 +60,18 @@ def test_a_reader_that_never_claimed_may_give_the_lease_up() -> None:
 
 def test_lease_expires_without_a_claim() -> None:
     lent = lease()
-    lent.tick(9.99)
+    lent.expire(9.99)
     assert lent.freed is None
-    lent.tick(10.0)
+    lent.expire(10.0)
     assert lent.freed is Freed.EXPIRED
 
 
 def test_a_claim_keeps_the_blocks_for_its_whole_time() -> None:
     lent = lease()
     lent.claim(Reader("p", 0, 1), BLOCKS, 9.0)
-    lent.tick(18.9)
+    lent.expire(18.9)
     assert lent.freed is None
-    lent.tick(19.0)
+    lent.expire(19.0)
     assert lent.freed is Freed.EXPIRED
 
 
@@ -82,9 +82,9 @@ def test_blocks_stay_while_another_pull_may_still_believe_its_claim() -> None:
     lent.done(Reader("a", 0, 1), BLOCKS, 6.0)
     assert lent.state is LeaseState.CLOSING
     assert refusal(lent.claim(Reader("c", 0, 1), BLOCKS, 6.0)) is RefusalReason.CONSUMED
-    lent.tick(14.9)
+    lent.expire(14.9)
     assert lent.freed is None
-    lent.tick(15.0)
+    lent.expire(15.0)
     assert lent.freed is Freed.READ
 
 
@@ -174,7 +174,7 @@ def test_an_expired_claim_is_confirmed_while_the_blocks_were_not_given_back() ->
     lent, slow, other = lease(), Reader("p", 0, 1), Reader("q", 0, 1)
     lent.claim(slow, BLOCKS, 1.0)
     lent.claim(other, BLOCKS, 9.0)
-    lent.tick(15.0)
+    lent.expire(15.0)
     assert refusal(lent.renew(slow, 15.0)) is RefusalReason.EXPIRED
     assert lent.confirm(slow, BLOCKS, 15.0) is None
 
@@ -182,19 +182,19 @@ def test_an_expired_claim_is_confirmed_while_the_blocks_were_not_given_back() ->
 def test_a_revoked_lease_is_free_at_once_and_grants_and_confirms_nothing() -> None:
     table, reader = LeaseTable(), Reader("p", 0, 1)
     for name in "abc":
-        table.lend(LeaseOffer(name, BLOCKS, 10.0, 0.0))
-    table.claim("a", reader, BLOCKS, 1.0)
+        table.add_lease(LeaseOffer(name, BLOCKS, 10.0, 0.0))
+    table.claim_lease("a", reader, BLOCKS, 1.0)
     assert table.abort_all(2.0) == [FreedLease(name, Freed.ABORTED) for name in "bc"]
-    assert table.renew("a", reader, 2.5) == Grant(10.0)
+    assert table.renew_lease("a", reader, 2.5) == Grant(10.0)
     assert table.revoke_all() == [FreedLease("a", Freed.ABORTED)]
     for name in "abc":
-        assert refusal(table.claim(name, reader, BLOCKS, 3.0)) is RefusalReason.ABORTED
-        assert refusal(table.renew(name, reader, 3.0)) is RefusalReason.ABORTED
-        denied, freed = table.confirm(name, reader, BLOCKS, 3.0)
+        assert refusal(table.claim_lease(name, reader, BLOCKS, 3.0)) is RefusalReason.ABORTED
+        assert refusal(table.renew_lease(name, reader, 3.0)) is RefusalReason.ABORTED
+        denied, freed = table.confirm_lease(name, reader, BLOCKS, 3.0)
         assert denied is not None
         assert denied.why is RefusalReason.ABORTED
         assert freed == []
-    assert table.next_deadline() is None
+    assert table.next_expiry() is None
 
 
 def test_time_to_live_must_be_positive() -> None:
@@ -205,40 +205,40 @@ def test_time_to_live_must_be_positive() -> None:
 def test_the_table_says_how_a_lease_ended() -> None:
     table = LeaseTable()
     reader = Reader("p", 0, 1)
-    assert refusal(table.claim("r", reader, BLOCKS, 0.0)) is RefusalReason.UNKNOWN
-    table.lend(LeaseOffer("r", BLOCKS, 10.0, 0.0))
-    assert table.done("r", reader, BLOCKS, 1.0) == [FreedLease("r", Freed.READ)]
-    assert refusal(table.claim("r", reader, BLOCKS, 1.0)) is RefusalReason.CONSUMED
-    assert table.done("r", reader, BLOCKS, 1.0) == []
-    table.lend(LeaseOffer("s", BLOCKS, 10.0, 1.0))
-    assert table.tick(11.0) == [FreedLease("s", Freed.EXPIRED)]
-    assert refusal(table.claim("s", reader, BLOCKS, 11.0)) is RefusalReason.EXPIRED
-    assert table.next_deadline() is None
+    assert refusal(table.claim_lease("r", reader, BLOCKS, 0.0)) is RefusalReason.UNKNOWN
+    table.add_lease(LeaseOffer("r", BLOCKS, 10.0, 0.0))
+    assert table.end_claim("r", reader, BLOCKS, 1.0) == [FreedLease("r", Freed.READ)]
+    assert refusal(table.claim_lease("r", reader, BLOCKS, 1.0)) is RefusalReason.CONSUMED
+    assert table.end_claim("r", reader, BLOCKS, 1.0) == []
+    table.add_lease(LeaseOffer("s", BLOCKS, 10.0, 1.0))
+    assert table.free_expired(11.0) == [FreedLease("s", Freed.EXPIRED)]
+    assert refusal(table.claim_lease("s", reader, BLOCKS, 11.0)) is RefusalReason.EXPIRED
+    assert table.next_expiry() is None
 
 
 def test_one_request_has_one_lease() -> None:
     table = LeaseTable()
-    table.lend(LeaseOffer("r", BLOCKS, 10.0, 0.0))
+    table.add_lease(LeaseOffer("r", BLOCKS, 10.0, 0.0))
     with pytest.raises(ValueError, match="has a lease already"):
-        table.lend(LeaseOffer("r", BLOCKS, 10.0, 0.0))
+        table.add_lease(LeaseOffer("r", BLOCKS, 10.0, 0.0))
 
 
 def test_renewed_leases_do_not_hold_up_others() -> None:
     """A lease behind a renewed one in the timer queue still expires (vLLM issue 58222)."""
     table = LeaseTable()
-    table.lend(LeaseOffer("renewed", BLOCKS, 10.0, 0.0))
-    table.lend(LeaseOffer("silent", BLOCKS, 10.0, 0.1))
-    table.claim("renewed", Reader("p", 0, 1), BLOCKS, 9.0)
-    assert table.tick(10.1) == [FreedLease("silent", Freed.EXPIRED)]
+    table.add_lease(LeaseOffer("renewed", BLOCKS, 10.0, 0.0))
+    table.add_lease(LeaseOffer("silent", BLOCKS, 10.0, 0.1))
+    table.claim_lease("renewed", Reader("p", 0, 1), BLOCKS, 9.0)
+    assert table.free_expired(10.1) == [FreedLease("silent", Freed.EXPIRED)]
 
 
 def test_the_table_forgets_old_endings() -> None:
     table = LeaseTable(remember=2)
     for name in "abc":
-        table.lend(LeaseOffer(name, BLOCKS, 1.0, 0.0))
-        table.abort(name, 0.0)
-    assert refusal(table.claim("a", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.UNKNOWN
-    assert refusal(table.claim("c", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.ABORTED
+        table.add_lease(LeaseOffer(name, BLOCKS, 1.0, 0.0))
+        table.abort_lease(name, 0.0)
+    assert refusal(table.claim_lease("a", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.UNKNOWN
+    assert refusal(table.claim_lease("c", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.ABORTED
 
 
 _STEPS = st.lists(
@@ -260,23 +260,23 @@ def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # t
     A lease that is revoked frees what is claimed, and confirms none of it.
     """
     table, now, freed = LeaseTable(), 0.0, []
-    table.lend(LeaseOffer("r", BLOCKS, 10.0, now))
+    table.add_lease(LeaseOffer("r", BLOCKS, 10.0, now))
     believed: dict[tuple[str, int], float] = {}
     for step, pull, rank, wait in steps:
         now += wait
         reader = Reader(pull, rank, 2)
         before = len(freed)
         if step == "claim":
-            answer: object = table.claim("r", reader, BLOCKS, now)
+            answer: object = table.claim_lease("r", reader, BLOCKS, now)
         elif step == "renew":
-            answer = table.renew("r", reader, now)
+            answer = table.renew_lease("r", reader, now)
         else:
             answer = None
         if isinstance(answer, Grant):
             assert not freed
             believed[pull, rank] = now + answer.ttl_s
         if step == "confirm":
-            denied, ended = table.confirm("r", reader, BLOCKS, now)
+            denied, ended = table.confirm_lease("r", reader, BLOCKS, now)
             if denied is None:
                 assert not freed
                 assert (pull, rank) in believed
@@ -288,14 +288,14 @@ def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # t
             assert freed
         elif step == "done":
             believed.pop((pull, rank), None)
-            freed += table.done("r", reader, BLOCKS, now)
+            freed += table.end_claim("r", reader, BLOCKS, now)
         elif step == "abort":
-            freed += table.abort("r", now)
+            freed += table.abort_lease("r", now)
         elif step == "tick":
-            freed += table.tick(now)
+            freed += table.free_expired(now)
         if len(freed) > before:
             assert all(end <= now for end in believed.values())
-    freed += table.tick(now + 1000)
+    freed += table.free_expired(now + 1000)
     assert len(freed) == 1
     assert len(table) == 0
-    assert table.next_deadline() is None
+    assert table.next_expiry() is None

@@ -207,7 +207,7 @@ def test_a_failure_before_the_engine_asks_is_kept_for_when_it_does() -> None:
 def test_a_lost_peer_is_sent_nothing() -> None:
     pull = Pull(PATIENCE, 0.0)
     pull.want(0.0)
-    assert pull.fail("gone", 0.0, tell=False) == [ReportFailed("gone")]
+    assert pull.fail("gone", 0.0, notify=False) == [ReportFailed("gone")]
 
 
 def test_every_state_but_the_last_two_can_be_left() -> None:

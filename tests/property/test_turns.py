@@ -19,9 +19,9 @@ Asked = list[tuple[int, int]]
 class Order(Protocol):
     """What decides whose byte is next."""
 
-    def add(self, pull: int, nbytes: int) -> None: ...
+    def add_pull(self, pull: int, nbytes: int) -> None: ...
     def first(self) -> int | None: ...
-    def done(self) -> None: ...
+    def remove_first(self) -> None: ...
     def served(self, nbytes: int) -> None: ...
 
 
@@ -31,13 +31,13 @@ class FirstCome:
     def __init__(self) -> None:
         self._queue: deque[int] = deque()
 
-    def add(self, pull: int, nbytes: int) -> None:
+    def add_pull(self, pull: int, nbytes: int) -> None:
         self._queue.append(pull)
 
     def first(self) -> int | None:
         return self._queue[0] if self._queue else None
 
-    def done(self) -> None:
+    def remove_first(self) -> None:
         self._queue.popleft()
 
     def served(self, nbytes: int) -> None:
@@ -57,13 +57,13 @@ def one_by_one(order: Order, asked: Asked) -> dict[int, int]:
     while len(ends) < len(asked):
         for pull, (when, nbytes) in enumerate(asked):
             if when == tick:
-                order.add(pull, nbytes)
+                order.add_pull(pull, nbytes)
         tick += 1
         if (pull_now := order.first()) is not None:
             left[pull_now] -= 1
             order.served(1)
             if not left[pull_now]:
-                order.done()
+                order.remove_first()
                 ends[pull_now] = tick
     return ends
 
@@ -129,8 +129,8 @@ def test_an_empty_queue_has_no_first() -> None:
     turns.served(10)
     assert turns.first() is None
     assert len(turns) == 0
-    turns.add("a", 1)
+    turns.add_pull("a", 1)
     assert len(turns) == 1
-    turns.done()
+    turns.remove_first()
     with pytest.raises(IndexError):
-        turns.done()
+        turns.remove_first()

@@ -27,18 +27,18 @@ def shake(
 ) -> list[bytes]:
     """Pass handshake frames until neither side has more; ``change`` sits between."""
     seen: list[bytes] = []
-    here, there = reader.start(), lender.start()
+    here, there = reader.opening_frames(), lender.opening_frames()
     while here or there:
         to_lender = [change(len(seen) + i, body) for i, body in enumerate(here)]
         seen += here
         here = []
         for body in to_lender:
-            there += lender.feed(body)[1]
+            there += lender.feed_frame(body)[1]
         to_reader = [change(len(seen) + i, body) for i, body in enumerate(there)]
         seen += there
         there = []
         for body in to_reader:
-            here += reader.feed(body)[1]
+            here += reader.feed_frame(body)[1]
     return seen
 
 
@@ -58,17 +58,17 @@ def test_equal_secrets_make_both_ready_and_messages_pass_both_ways() -> None:
     assert reader.is_ready
     assert lender.is_ready
     for message in (b"", b"x", bytes(1 << 20)):
-        assert lender.feed(reader.seal(message)) == ([message], [])
-        assert reader.feed(lender.seal(message)) == ([message], [])
+        assert lender.feed_frame(reader.seal(message)) == ([message], [])
+        assert reader.feed_frame(lender.seal(message)) == ([message], [])
 
 
 def test_another_secret_is_refused_by_the_lender_before_it_proved_itself() -> None:
     reader, lender = sides(OTHER)
-    [hello] = reader.start()
-    [challenge] = lender.feed(hello)[1]
-    [proof] = reader.feed(challenge)[1]
+    [hello] = reader.opening_frames()
+    [challenge] = lender.feed_frame(hello)[1]
+    [proof] = reader.feed_frame(challenge)[1]
     with pytest.raises(AuthError, match="reader's proof: expected one made with our secret"):
-        lender.feed(proof)
+        lender.feed_frame(proof)
     assert not lender.is_ready
     assert not reader.is_ready
 
@@ -77,11 +77,11 @@ def test_a_lender_that_cannot_prove_itself_hears_no_message() -> None:
     """It skips the check of the reader's proof, and still has no proof of its own."""
     reader, _ = sides()
     _, honest = sides()
-    [hello] = reader.start()
-    [proof] = reader.feed(honest.feed(hello)[1][0])[1]
+    [hello] = reader.opening_frames()
+    [proof] = reader.feed_frame(honest.feed_frame(hello)[1][0])[1]
     false_proof = proof[:12] + b"\x04" + proof[13:]  # the reader's own, labelled as the lender's
     with pytest.raises(AuthError, match="lender's proof"):
-        reader.feed(false_proof)
+        reader.feed_frame(false_proof)
     with pytest.raises(AuthError, match="none before the peer is authenticated"):
         reader.seal(b"claim")
 
@@ -116,9 +116,9 @@ def test_any_altered_bit_of_a_message_is_noticed(message: bytes, data: st.DataOb
         sealed = sender.seal(message)
         bit = data.draw(st.integers(0, len(sealed) * 8 - 1))
         with pytest.raises(AuthError, match="altered, replayed or misplaced"):
-            receiver.feed(flip(sealed, bit))
+            receiver.feed_frame(flip(sealed, bit))
         with pytest.raises(AuthError, match="none after a failure"):
-            receiver.feed(sealed)
+            receiver.feed_frame(sealed)
 
 
 def test_every_bit_of_one_message() -> None:
@@ -126,7 +126,7 @@ def test_every_bit_of_one_message() -> None:
         reader, lender = sides()
         shake(reader, lender)
         with pytest.raises(AuthError):
-            lender.feed(flip(reader.seal(b"abc"), bit))
+            lender.feed_frame(flip(reader.seal(b"abc"), bit))
 
 
 @given(st.lists(st.sampled_from(range(4)), min_size=1, max_size=6))
@@ -137,7 +137,7 @@ def test_only_the_order_in_which_frames_were_sealed_is_accepted(order: list[int]
     accepted = 0
     for at in order:
         try:
-            lender.feed(sealed[at])
+            lender.feed_frame(sealed[at])
         except AuthError:
             break
         accepted += 1
@@ -150,22 +150,22 @@ def test_a_shortened_frame_and_a_frame_of_the_other_direction_are_noticed() -> N
         reader, lender = sides()
         shake(reader, lender)
         with pytest.raises(AuthError):
-            lender.feed(reader.seal(b"abc")[:length])
+            lender.feed_frame(reader.seal(b"abc")[:length])
     reader, lender = sides()
     shake(reader, lender)
     with pytest.raises(AuthError):
-        reader.feed(reader.seal(b"abc"))
+        reader.feed_frame(reader.seal(b"abc"))
 
 
 def test_a_handshake_thrown_back_is_refused() -> None:
     """A mirror, and a mirror that relabels what it throws back."""
     reader, _ = sides()
-    [hello] = reader.start()
+    [hello] = reader.opening_frames()
     with pytest.raises(AuthError, match="handshake frame"):
-        reader.feed(hello)
+        reader.feed_frame(hello)
     reader, _ = sides()
     with pytest.raises(AuthError, match="lender's nonce: expected one of its own"):
-        reader.feed(hello[:12] + b"\x02" + hello[13:])
+        reader.feed_frame(hello[:12] + b"\x02" + hello[13:])
 
 
 def test_a_recorded_session_means_nothing_to_a_new_lender() -> None:
@@ -173,32 +173,35 @@ def test_a_recorded_session_means_nothing_to_a_new_lender() -> None:
     recorded = shake(reader, lender)
     recorded += [reader.seal(b"claim")]
     again = LenderAuth(Secret(SECRET), L)
-    again.feed(recorded[0])
-    again.feed(recorded[2])
-    assert again.feed(recorded[4]) == ([b"claim"], [])  # the control: an equal nonce is needed
+    again.feed_frame(recorded[0])
+    again.feed_frame(recorded[2])
+    assert again.feed_frame(recorded[4]) == (
+        [b"claim"],
+        [],
+    )  # the control: an equal nonce is needed
     fresh = LenderAuth(Secret(SECRET), bytes(32))
-    fresh.feed(recorded[0])
+    fresh.feed_frame(recorded[0])
     with pytest.raises(AuthError, match="reader's proof"):
-        fresh.feed(recorded[2])
+        fresh.feed_frame(recorded[2])
 
 
 def test_a_session_recorded_from_a_lender_means_nothing_to_a_new_reader() -> None:
     recorded = shake(*sides())
     fresh = ReaderAuth(Secret(SECRET), bytes(32))
-    fresh.start()
-    fresh.feed(recorded[1])
+    fresh.opening_frames()
+    fresh.feed_frame(recorded[1])
     with pytest.raises(AuthError, match="lender's proof"):
-        fresh.feed(recorded[3])
+        fresh.feed_frame(recorded[3])
 
 
 def test_a_failed_proof_cannot_be_tried_again() -> None:
     reader, lender = sides()
     wrong, _ = sides(OTHER)
-    challenge = lender.feed(reader.start()[0])[1][0]
+    challenge = lender.feed_frame(reader.opening_frames()[0])[1][0]
     with pytest.raises(AuthError):
-        lender.feed(wrong.feed(challenge)[1][0])
+        lender.feed_frame(wrong.feed_frame(challenge)[1][0])
     with pytest.raises(AuthError, match="none after a failure"):
-        lender.feed(reader.feed(challenge)[1][0])
+        lender.feed_frame(reader.feed_frame(challenge)[1][0])
 
 
 @pytest.mark.parametrize(
@@ -215,13 +218,13 @@ def test_a_failed_proof_cannot_be_tried_again() -> None:
 )
 def test_what_is_no_hello_is_named(body: bytes, text: str) -> None:
     with pytest.raises(AuthError, match=text):
-        sides()[1].feed(body)
+        sides()[1].feed_frame(body)
 
 
 def test_a_reader_names_the_version_of_an_older_lender() -> None:
     reader, _ = sides()
     with pytest.raises(AuthError, match="handshake version: expected 2, got 1"):
-        reader.feed(b"pdconn-auth\x01\x02" + L)
+        reader.feed_frame(b"pdconn-auth\x01\x02" + L)
 
 
 def test_proofs_and_tags_are_those_that_openssl_computes() -> None:

@@ -158,7 +158,9 @@ def engine(
         )
         references = build_kv_cache_references([GroupMemory(kind, window, block, memory)])
         ranks.append(RankGeometry(0, rank, b"secret", references))
-    return Described.of(Welcome.of("e", "boot", traits or {"model": "m"}, tuple(ranks)))
+    return Described.from_welcome(
+        Welcome.in_our_version("e", "boot", traits or {"model": "m"}, tuple(ranks))
+    )
 
 
 def test_other_layouts_block_sizes_and_tensor_parallelism_are_differences_that_are_served() -> None:

@@ -86,7 +86,7 @@ def test_messages_of_readers_are_received_as_sent() -> None:
 
 def test_messages_of_lenders_are_received_as_sent() -> None:
     messages = [
-        Welcome.of("p", "boot", {"model": "m"}, (geometry(),)),
+        Welcome.in_our_version("p", "boot", {"model": "m"}, (geometry(),)),
         Granted(1, "r", "pull", 30_000),
         Confirmed(3, "r", "pull"),
         Refused(2, "r", "pull", RefusalReason.EXPIRED, "late"),
@@ -118,7 +118,9 @@ def test_a_lender_cannot_speak_as_a_reader() -> None:
 
 
 def test_a_geometry_that_cannot_be_true_is_refused() -> None:
-    made = msgspec.to_builtins(Welcome.of("p", "b", {}, (geometry(),)), builtin_types=(bytes,))
+    made = msgspec.to_builtins(
+        Welcome.in_our_version("p", "b", {}, (geometry(),)), builtin_types=(bytes,)
+    )
     made["ranks"][0]["references"]["tensors"][0]["nbytes"] = 3
     with pytest.raises(MessageError, match="ends at byte"):
         decode_from_lender(msgspec.msgpack.encode([made]))
@@ -141,21 +143,21 @@ def test_frames_survive_any_cutting(bodies: list[bytes], cut: int) -> None:
     frames = Frames(max_nbytes=64)
     received = []
     for start in range(0, len(stream), cut):
-        received += frames.feed(stream[start : start + cut])
+        received += frames.feed_bytes(stream[start : start + cut])
     assert received == bodies
 
 
 def test_a_long_frame_is_refused_by_its_length_alone() -> None:
     with pytest.raises(FrameError, match="4 to 68, got 69"):
-        Frames(max_nbytes=64).feed((69).to_bytes(4, "big"))
+        Frames(max_nbytes=64).feed_bytes((69).to_bytes(4, "big"))
 
 
 def test_later_frames_may_have_another_limit() -> None:
     """Without one, each frame after a Welcome may be as long as a Welcome."""
     frames = Frames(max_nbytes=64, max_later=8)
-    assert frames.feed(frame(b"w" * 64) + frame(b"12345678")) == [b"w" * 64, b"12345678"]
+    assert frames.feed_bytes(frame(b"w" * 64) + frame(b"12345678")) == [b"w" * 64, b"12345678"]
     with pytest.raises(FrameError, match="4 to 12, got 13"):
-        frames.feed(frame(b"123456789"))
+        frames.feed_bytes(frame(b"123456789"))
 
 
 def test_a_body_with_one_wrong_bit_is_refused() -> None:
@@ -164,8 +166,8 @@ def test_a_body_with_one_wrong_bit_is_refused() -> None:
         corrupted = bytearray(sent)
         corrupted[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FrameError, match="CRC"):
-            Frames(max_nbytes=64).feed(bytes(corrupted))
-    assert Frames(max_nbytes=64).feed(sent) == [b"body"]
+            Frames(max_nbytes=64).feed_bytes(bytes(corrupted))
+    assert Frames(max_nbytes=64).feed_bytes(sent) == [b"body"]
 
 
 def described() -> Described:
@@ -173,7 +175,7 @@ def described() -> Described:
 
 
 def test_each_side_is_told_what_is_meant_for_it_alone() -> None:
-    welcome = encode([Welcome.of("p", "boot", {}, (geometry(),))])
+    welcome = encode([Welcome.in_our_version("p", "boot", {}, (geometry(),))])
     assert decode_from_lender(encode([described()]), to_tool=True) == [described()]
     for body, to_tool in ((encode([described()]), False), (welcome, True)):
         with pytest.raises(MessageError, match="message: expected a list of known messages"):

@@ -11,10 +11,10 @@ def sealed() -> tuple[ReaderAuth, LenderAuth]:
     """Both sides of a connection, authenticated."""
     secret = Secret(b"0123456789abcdef")
     reader, lender = ReaderAuth(secret, b"r" * 32), LenderAuth(secret, b"l" * 32)
-    frames, to_lender = reader.start(), True
+    frames, to_lender = reader.opening_frames(), True
     while frames:
         side = lender if to_lender else reader
-        frames = [reply for each in frames for reply in side.feed(each)[1]]
+        frames = [reply for each in frames for reply in side.feed_frame(each)[1]]
         to_lender = not to_lender
     return reader, lender
 

@@ -20,7 +20,7 @@ HELD_S = 0.1
 def read(pair: Pair, request: str, point: Point | None) -> None:
     ticket = pair.lend(f"lent-{request}")
     pair.claim(request, ticket)
-    pair.puller.post(ReadBlocks(request, Need.for_range(0, 12, BLOCKS)), point)
+    pair.puller.post_command(ReadBlocks(request, Need.for_range(0, 12, BLOCKS)), point)
 
 
 def test_blocks_are_read_into_after_the_point_and_not_before() -> None:
@@ -46,7 +46,7 @@ def test_commands_keep_their_order_behind_one_that_waits() -> None:
     with Pair() as pair:
         point = Point()
         read(pair, "r", point)
-        pair.puller.post(CancelPull("r"))
+        pair.puller.post_command(CancelPull("r"))
         time.sleep(HELD_S)
         assert num_open(pair.puller), "it is claimed, and not given up"
         point.reach()

@@ -30,14 +30,14 @@ class Awaiting(Pair):
         self.told: list[ClaimOutcome] = []
 
     def await_claim(self, request: str, ticket: Ticket) -> None:
-        self.puller.post(ClaimTicket(request, f"pull/{request}", ticket, is_awaited=True))
+        self.puller.post_command(ClaimTicket(request, f"pull/{request}", ticket, is_awaited=True))
 
     def problems(self, count: int, seconds: float = _PATIENCE_S) -> list[str | None]:
         """What was told, as soon as that is ``count`` outcomes."""
         give_up = time.monotonic() + seconds
         while len(self.told) < count:
             assert time.monotonic() < give_up, f"told {self.told} only"
-            self.puller.wait(0.05)
+            self.puller.wait_for_report(0.05)
             self.told += self.collect().claims
         return [outcome.problem for outcome in self.told]
 
@@ -67,10 +67,10 @@ def test_nothing_is_told_of_a_claim_that_is_not_awaited() -> None:
         ticket = pair.lend("r")
         pair.claim("d", ticket)
         pair.claim("gone", replace(ticket, request_id="never lent"))
-        pair.wait(lambda: pair.puller.take_counts().get("pulls_refused_unknown"))
+        pair.wait(lambda: pair.puller.take_pull_counts().get("pulls_refused_unknown"))
         assert pair.stays_silent()
         began = time.monotonic()
-        pair.puller.wait(60.0)
+        pair.puller.wait_for_report(60.0)
         assert time.monotonic() - began < 30.0
 
 
@@ -178,8 +178,8 @@ def test_a_claim_lost_when_its_blocks_are_known_is_a_failed_pull() -> None:
         pair.await_claim("d", ticket)
         assert pair.problems(1) == [None]
         pair.lender.close()
-        pair.wait(lambda: pair.puller.take_counts().get("pulls_unreachable"))
-        pair.puller.post(ReadBlocks("d", Need.for_range(0, 12, (BlockList(0, (7, 8, 9)),))))
+        pair.wait(lambda: pair.puller.take_pull_counts().get("pulls_unreachable"))
+        pair.puller.post_command(ReadBlocks("d", Need.for_range(0, 12, (BlockList(0, (7, 8, 9)),))))
         assert "side channel" in str(pair.outcome_of("d"))
         assert num_open(pair.puller) == 0
 
@@ -187,9 +187,9 @@ def test_a_claim_lost_when_its_blocks_are_known_is_a_failed_pull() -> None:
 def test_a_claim_given_up_is_not_waited_for_and_not_told() -> None:
     with Awaiting(claim_timeout_s=60.0) as pair, _silent() as port:
         pair.await_claim("d", replace(pair.lend("r"), port=port))
-        pair.puller.post(CancelPull("d"))
+        pair.puller.post_command(CancelPull("d"))
         began = time.monotonic()
-        pair.puller.wait(60.0)
+        pair.puller.wait_for_report(60.0)
         assert time.monotonic() - began < 30.0
         pair.wait(lambda: num_open(pair.puller) == 0)
         assert pair.stays_silent()
@@ -199,11 +199,11 @@ def test_an_idle_engine_sleeps_until_a_claim_is_told() -> None:
     with Awaiting(claim_timeout_s=0.5) as pair, _silent() as port:
         began = time.monotonic()  # before the claim, whose time limit begins with it
         pair.await_claim("d", replace(pair.lend("r"), port=port))
-        pair.puller.wait(60.0)
+        pair.puller.wait_for_report(60.0)
         assert 0.5 <= time.monotonic() - began < 30.0
         assert len(pair.collect().claims) == 1
         began = time.monotonic()
-        pair.puller.wait(60.0)
+        pair.puller.wait_for_report(60.0)
         assert time.monotonic() - began < 30.0
 
 
@@ -219,5 +219,5 @@ def test_a_puller_that_tells_grants_only_would_leave_its_engine_waiting(
     monkeypatch.setattr(RequestPull, "claim_outcome", grants_only)
     with Awaiting() as pair:
         pair.await_claim("d", _closed(pair, pair.lend("r")))
-        pair.wait(lambda: pair.puller.take_counts().get("pulls_unreachable"))
+        pair.wait(lambda: pair.puller.take_pull_counts().get("pulls_unreachable"))
         assert pair.stays_silent()

@@ -42,8 +42,8 @@ def test_a_pull_from_a_known_lender_is_two_frames_one_plan_and_one_read(
         assert pair.outcome_of("first") is None
         counting(monkeypatch, seen, peers, "encode_frames", len)
         counting(monkeypatch, seen, Pairing, "plan")
-        counting(monkeypatch, seen, TransportJobs, "post", int)
+        counting(monkeypatch, seen, TransportJobs, "post_chunk", int)
         for number in range(PULLS):
             pair.pull(f"d{number}", pair.lend(f"r{number}"))
             assert pair.outcome_of(f"d{number}") is None
-    assert seen == {"encode_frames": frames * PULLS, "plan": PULLS, "post": PULLS}
+    assert seen == {"encode_frames": frames * PULLS, "plan": PULLS, "post_chunk": PULLS}

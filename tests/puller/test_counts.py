@@ -31,7 +31,7 @@ class Interrupted(Counter[str]):
 
     def _take(self) -> None:
         self.times += 1
-        self.taken.update(self.pair.puller.take_counts())
+        self.taken.update(self.pair.puller.take_pull_counts())
 
 
 def test_an_increment_that_meets_the_taking_of_counts_is_not_lost() -> None:
@@ -44,6 +44,6 @@ def test_an_increment_that_meets_the_taking_of_counts_is_not_lost() -> None:
         for number in range(3):
             pair.pull(f"again{number}", ticket)
             assert "refused, consumed" in str(pair.outcome_of(f"again{number}"))
-        counts.taken.update(pair.puller.take_counts())
+        counts.taken.update(pair.puller.take_pull_counts())
         assert counts.times, "no increment was interrupted"
         assert counts.taken["pulls_refused_consumed"] == 3

@@ -54,7 +54,7 @@ def pull(pair: Pair, need: Need) -> None:
     """All tokens are lent of full attention, and the window of the last ones."""
     lent = BlockList(0, THEIR_IDS), BlockList(2, (8, 9, 10, 11, 12))
     pair.claim("r", pair.lend_blocks("r", lent))
-    pair.puller.post(ReadBlocks("r", need))
+    pair.puller.post_command(ReadBlocks("r", need))
     assert pair.outcome_of("r") is None
 
 
@@ -127,6 +127,6 @@ def test_a_pull_fails_whose_gaps_cannot_be_zeroed(
     monkeypatch.setattr("pdconn.puller.reads.fill_with_zeros", out_of_memory)
     lent = BlockList(0, THEIR_IDS), BlockList(2, (8, 9, 10, 11, 12))
     pair.claim("r", pair.lend_blocks("r", lent))
-    pair.puller.post(ReadBlocks("r", NEED))
+    pair.puller.post_command(ReadBlocks("r", NEED))
     assert "CUDA out of memory" in (pair.outcome_of("r") or "")
     assert num_open(pair.puller) == 0

@@ -70,7 +70,9 @@ def test_a_group_without_blocks_and_a_list_without_any_are_no_contradiction() ->
         rank = msgspec.structs.replace(rank, references=references)
         pair.lender.close()
         pair.lender = Lender(
-            Welcome.of("prefill", pair.incarnation, pair.traits, (rank,)), "127.0.0.1", 0
+            Welcome.in_our_version("prefill", pair.incarnation, pair.traits, (rank,)),
+            "127.0.0.1",
+            0,
         )
         blocks = (BlockList(0, (3, 4, 5)), BlockList(0, ()))
         pair.pull("d", pair.lend_blocks("r", blocks))
@@ -109,7 +111,7 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         if redialled != "by another name":
             pair.wait(lambda: peer.state is PeerState.CLOSED)
             assert serves(pair, "second")
-        pair.network.release()
+        pair.network.release_held()
         pair.outcome_of("first")
         time.sleep(0.2)
         again = replace(pair.lend("r3"), host="localhost")
@@ -127,7 +129,7 @@ def test_only_the_connection_that_claimed_may_end_a_claim() -> None:
             pair.wait(lambda: pair.lender.counts["claims"] == 1)
             intruder.sendall(frame(encode([Done("r", reader, digest)])))
             pair.wait(lambda: pair.lender.counts["done_rejected"] == 1)
-            assert pair.lender.collect() == []
+            assert pair.lender.take_freed() == []
             victim.sendall(frame(encode([Done("r", reader, digest)])))
             assert pair.freed() == "read"
 
@@ -161,8 +163,8 @@ def _connected(pair: Pair) -> socket.socket:
     [
         Rejected("x" * (MAX_TEXT + 1), "", ""),
         Refused(1, "r", "p", RefusalReason.UNKNOWN, "x" * (MAX_TEXT + 1)),
-        Welcome.of("p", "b", {"model": "x" * (MAX_TEXT + 1)}, ()),
-        Welcome.of("p", "b", {}, ()),
+        Welcome.in_our_version("p", "b", {"model": "x" * (MAX_TEXT + 1)}, ()),
+        Welcome.in_our_version("p", "b", {}, ()),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -176,7 +178,9 @@ def test_more_groups_than_any_engine_has_are_refused() -> None:
         [rank] = pair.welcome().ranks
         empty = KVCacheGroupReference(AttentionKind.FULL, None, 4, ())
         many = replace(rank.references, groups=(empty,) * (MAX_GROUPS + 1))
-        welcome = Welcome.of("p", "b", {}, (msgspec.structs.replace(rank, references=many),))
+        welcome = Welcome.in_our_version(
+            "p", "b", {}, (msgspec.structs.replace(rank, references=many),)
+        )
     with pytest.raises(MessageError, match="groups: expected at most"):
         decode_from_lender(encode([welcome]))
 
@@ -190,7 +194,9 @@ def test_more_tensors_than_any_rank_has_are_refused(monkeypatch: pytest.MonkeyPa
         assert decode_from_lender(welcome)
         one = rank.references.tensors[0]
         many = replace(rank.references, tensors=(one,) * (messages.MAX_LAYER_CHUNKS + 1))
-        welcome = Welcome.of("p", "b", {}, (msgspec.structs.replace(rank, references=many),))
+        welcome = Welcome.in_our_version(
+            "p", "b", {}, (msgspec.structs.replace(rank, references=many),)
+        )
     with pytest.raises(MessageError, match="tensors of a rank: expected at most"):
         decode_from_lender(encode([welcome]))
 
@@ -234,7 +240,7 @@ def test_thousands_of_claims_at_once_are_cut_into_frames() -> None:
     with Pair(claim_timeout_s=30.0, ttl_s=60.0) as pair:
         tickets = [pair.lend(f"r{number}") for number in range(MAX_MESSAGES // MAX_PULLS + 2)]
         for number in range(MAX_MESSAGES + 100):
-            pair.puller.post(
+            pair.puller.post_command(
                 ClaimTicket(f"d{number}", f"pull/{number}", tickets[number % len(tickets)])
             )
         pair.start_read("d0")
@@ -249,7 +255,7 @@ def test_a_read_that_never_ends_is_given_up_although_its_claim_is_renewed() -> N
         pair.pull("d", pair.lend("r"))
         assert "the read did not end in 4 s" in str(pair.outcome_of("d"))
         assert pair.released == []
-        pair.network.release()
+        pair.network.release_held()
         pair.wait(lambda: pair.released == ["d"])
         assert num_open(pair.puller) == 0
 
@@ -260,4 +266,4 @@ def test_one_request_is_lent_once() -> None:
         pair.lend("r")
         pair.lend("r")
         with pytest.raises(LenderBroken, match="has a lease already"):
-            pair.wait(pair.lender.collect)
+            pair.wait(pair.lender.take_freed)

@@ -58,7 +58,7 @@ def joined(pullers: list[Puller], aggregator: Any, requests: set[str]) -> dict[s
         assert time.monotonic() < give_up, reported
         outputs = []
         for puller in pullers:
-            outcome = puller.collect()
+            outcome = puller.take_results()
             failed = {one.request for one in outcome.failed}
             report = KVConnectorOutput(
                 finished_recving={*outcome.received, *failed}, failed_recving=failed
@@ -82,8 +82,8 @@ def test_one_rank_that_fails_fails_its_request_and_no_other(
     for request, ids in (("bad", (7, 8, 9)), ("good", (1, 2, 3))):
         ticket = pair.lend(f"lent-{request}")
         for puller in pullers:
-            puller.post(ClaimTicket(request, f"{request}/pull", ticket))
-            puller.post(ReadBlocks(request, Need.for_range(0, 12, (BlockList(0, ids),))))
+            puller.post_command(ClaimTicket(request, f"{request}/pull", ticket))
+            puller.post_command(ReadBlocks(request, Need.for_range(0, 12, (BlockList(0, ids),))))
         reported |= joined(pullers, aggregator, {request})
     assert reported == {"bad": True, "good": False}
     pair.wait(lambda: pair.lender.counts["freed_read"] == 2)

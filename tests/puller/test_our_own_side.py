@@ -49,7 +49,7 @@ def test_a_checksum_of_ours_that_cannot_be_made_costs_its_pull_only(
             patch.setattr(Expected, "ours", exhausted)
             pair.pull("d", pair.lend("r"))
             assert "no checksum of ours: MemoryError: no room" in str(pair.outcome_of("d"))
-        assert pair.puller.take_counts() == {"pulls_unverified": 1}
+        assert pair.puller.take_pull_counts() == {"pulls_unverified": 1}
         assert serves(pair)
 
 
@@ -180,7 +180,7 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or it would keep the blocks for a whole lease, just when it has too much to do."""
-    hear = LenderSessions.handle
+    hear = LenderSessions.handle_messages
 
     def late(self: LenderSessions, session: Any, messages: list[Any], now: float) -> None:
         if any(isinstance(message, Claim) for message in messages):
@@ -190,7 +190,7 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
     with Pair(claim_timeout_s=2.5, ttl_s=60.0) as pair:
         assert serves(pair, "before")
         assert pair.freed() == "read"
-        monkeypatch.setattr(LenderSessions, "handle", late)
+        monkeypatch.setattr(LenderSessions, "handle_messages", late)
         pair.pull("d", pair.lend("r"))
         assert "no answer to the claim" in str(pair.outcome_of("d"))
         assert pair.freed(seconds=20.0) == "read"
@@ -209,16 +209,16 @@ def test_no_other_lender_is_connected_under_the_name_of_a_peer_in_use() -> None:
     other = InProcessTransport(elsewhere, "prefill")
     room = np.zeros(64, np.uint8)
     other.register([Memory(room.ctypes.data, room.nbytes)])
-    reading.do(Connect(1, honest))
-    reading.do(Connect(2, other.address()))
-    reading.do(Connect(3, honest))
+    reading.do_job(Connect(1, honest))
+    reading.do_job(Connect(2, other.address()))
+    reading.do_job(Connect(3, honest))
     first, second, third = connected(results)
     assert first is not None
     assert second == "BadAddress: prefill#1 is in use under another address"
     assert third == first
     for _ in range(2):
-        reading.do(Disconnect(PeerId(first)))
-    reading.do(Connect(4, other.address()))
+        reading.do_job(Disconnect(PeerId(first)))
+    reading.do_job(Connect(4, other.address()))
     assert connected(results)[-1] == first
 
 

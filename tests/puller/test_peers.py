@@ -53,15 +53,15 @@ class Table(PeerTable):
         """The lender says ``messages``; every rank that is to be connected is."""
         assert isinstance(peer.connection, ConnectionEnd)
         peer.connection.arrived.append(encode(messages))
-        self.serve(peer)
+        self.receive_from(peer)
         for job in self.jobs:
             if isinstance(job, Connect):
-                self.connected(Connected(job.tag, PeerId("transport"), None))
+                self.rank_connected(Connected(job.tag, PeerId("transport"), None))
         self.jobs.clear()
 
     def welcome(self, incarnation: str = "boot-1") -> Welcome:
         rank = RankGeometry(0, 0, b"address", self.memory.references)
-        return Welcome.of("prefill", incarnation, TRAITS, (rank,))
+        return Welcome.in_our_version("prefill", incarnation, TRAITS, (rank,))
 
     def take(self) -> list[tuple[type, Peer]]:
         """Events since the last call."""
@@ -71,7 +71,7 @@ class Table(PeerTable):
 
 
 def hello_of(table: Table, peer: Peer) -> Hello:
-    table.flush(peer)
+    table.send_to(peer)
     assert isinstance(peer.connection, ConnectionEnd)
     [hello] = decode_from_reader(peer.connection.sent.pop())
     assert isinstance(hello, Hello)
@@ -88,7 +88,7 @@ def test_what_happens_to_a_peer_is_an_event_in_its_order() -> None:
     table.close(peer, "again")
     kinds = [PeerWelcomed, PeerReady, PeerReplied, PeerClosed]
     assert table.take() == [(kind, peer) for kind in kinds]
-    table.forget(peer)
+    table.forget_peer(peer)
     assert table.jobs == [Disconnect(PeerId("transport"))]
     assert len(table) == 0
 
@@ -112,7 +112,7 @@ def test_two_connections_to_one_boot_become_one() -> None:
     table.hear(warming, table.welcome())
     assert table.take() == [(PeerClosed, warming)]
     assert list(table) == [pulling]
-    assert table.get(warming.key) is pulling
+    assert table.find_peer(warming.key) is pulling
 
 
 def test_another_boot_at_the_place_of_a_ticket_is_a_peer_of_its_own() -> None:

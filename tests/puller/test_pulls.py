@@ -75,7 +75,7 @@ def _pull_whose_lease_is_revoked(pair: Pair) -> None:
     pair.wait(pair.network.in_flight)
     pair.lender.revoke_all()
     pair.wait(lambda: pair.lender.counts["freed_aborted"])
-    pair.network.release()
+    pair.network.release_held()
     pair.wait(lambda: pair.received or pair.failed)
 
 
@@ -115,13 +115,13 @@ def test_a_claim_is_kept_while_the_request_queues() -> None:
 def test_waiting_ends_at_the_first_news_and_never_begins_without_a_pull() -> None:
     with Pair() as pair:
         began = time.monotonic()
-        pair.puller.wait(60.0)
+        pair.puller.wait_for_report(60.0)
         pair.network.script = lambda _: Late(0.3)
         pair.pull("d", pair.lend("r"))
-        pair.puller.wait(60.0)
+        pair.puller.wait_for_report(60.0)
         assert time.monotonic() - began >= 0.3
         assert "d" in pair.collect().received
-        pair.puller.wait(60.0)
+        pair.puller.wait_for_report(60.0)
         assert time.monotonic() - began < 30.0
 
 
@@ -150,7 +150,7 @@ def test_two_requests_with_one_ticket_both_read_it() -> None:
         pair.wait(lambda: pair.lender.counts["claims"] == 2)
         pair.start_read("first")
         assert pair.outcome_of("first") is None
-        assert pair.lender.collect() == []
+        assert pair.lender.take_freed() == []
         pair.start_read("second", (1, 2, 3))
         assert pair.outcome_of("second") is None
         assert pair.freed() == "read"
@@ -238,7 +238,7 @@ def test_a_cancelled_pull_is_reported_only_when_nothing_can_write() -> None:
         time.sleep(0.2)
         pair.collect()
         assert pair.failed == {}
-        pair.network.release()
+        pair.network.release_held()
         assert pair.outcome_of("d") == "cancelled"
         assert pair.freed() == "read"
         assert num_open(pair.puller) == 0

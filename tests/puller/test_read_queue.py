@@ -46,7 +46,7 @@ def copied(parts: list[Spans]) -> dict[int, int]:
 
 
 def in_parts(spans: Spans, nbytes: int) -> list[Spans]:
-    whole, parts = QueuedRead.of("r", PeerId("p"), spans), []
+    whole, parts = QueuedRead.unposted("r", PeerId("p"), spans), []
     while whole.has_more:
         part = whole.cut(nbytes)
         assert part.nbytes == part.spans.total_bytes
@@ -78,21 +78,21 @@ def taken(nbytes: int, seconds: float) -> ReadStats:
 
 def test_slices_are_as_long_as_the_link_takes_a_slices_time_for() -> None:
     pace = ChunkSizer()
-    pace.learn(taken(64 << 20, 0.016))
+    pace.learn_size(taken(64 << 20, 0.016))
     assert pace.chunk_nbytes == int((64 << 20) / 0.016 * CHUNK_S)
-    pace.learn(taken(64 << 20, 0.1))
+    pace.learn_size(taken(64 << 20, 0.1))
     assert pace.chunk_nbytes == int((64 << 20) / 0.1 * CHUNK_S)
 
 
 def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
     pace = ChunkSizer()
     first = pace.chunk_nbytes
-    pace.learn(taken(4096, 1.0))
-    pace.learn(taken(64 << 20, 0.0))
+    pace.learn_size(taken(4096, 1.0))
+    pace.learn_size(taken(64 << 20, 0.0))
     assert pace.chunk_nbytes == first
-    pace.learn(taken(64 << 20, 100.0))
+    pace.learn_size(taken(64 << 20, 100.0))
     assert pace.chunk_nbytes == 16 << 20
-    pace.learn(taken(64 << 20, 1e-6))
+    pace.learn_size(taken(64 << 20, 1e-6))
     assert pace.chunk_nbytes == MOST_NBYTES
 
 
@@ -101,10 +101,10 @@ def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
 
 def test_no_more_than_two_slices_are_in_flight() -> None:
     queue = PeerReadQueue(ChunkSizer(SLICE))
-    queue.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
-    begun = [queue.next(), queue.next()]
+    queue.add_read("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
+    begun = [queue.next_chunk(), queue.next_chunk()]
     assert not queue.is_ready
-    queue.settled(begun[0], _done(begun[0].spans), 0.0)
+    queue.chunk_settled(begun[0], _done(begun[0].spans), 0.0)
     assert queue.is_ready
     assert len(queue) == 1
 
@@ -118,15 +118,15 @@ def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
 ) -> None:
     queue = PeerReadQueue(ChunkSizer(SLICE))
     for number in range(others):
-        queue.add(f"other{number}", PeerId("p"), spans_of((0x900000, 0x9000, 9 * SLICE)))
-    queue.add("read", PeerId("p"), spans_of((0x100000, 0x9000, int(slices * SLICE))))
+        queue.add_read(f"other{number}", PeerId("p"), spans_of((0x900000, 0x9000, 9 * SLICE)))
+    queue.add_read("read", PeerId("p"), spans_of((0x100000, 0x9000, int(slices * SLICE))))
     posted = []
     while len(posted) < len(parts):
-        part = queue.next()
+        part = queue.next_chunk()
         if part.read.tag == "read":
             posted.append(part.nbytes / SLICE)
         if not queue.is_ready:
-            queue.settled(part, _done(part.spans), 0.0)
+            queue.chunk_settled(part, _done(part.spans), 0.0)
     assert posted == parts
 
 
@@ -156,10 +156,10 @@ def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
 def test_time_in_which_two_slices_are_in_flight_counts_once(
     settled: list[tuple[float, float]], seconds: float
 ) -> None:
-    whole = QueuedRead.of("r", PeerId("p"), spans_of((0x1000, 0x9000, SLICE)))
+    whole = QueuedRead.unposted("r", PeerId("p"), spans_of((0x1000, 0x9000, SLICE)))
     for at, took in settled:
-        whole.add(ReadStats(10, 2, 0.25, took), at)
-    stats = whole.settled().stats
+        whole.note_chunk(ReadStats(10, 2, 0.25, took), at)
+    stats = whole.outcome().stats
     assert (stats.nbytes, stats.num_descriptors) == (10 * len(settled), 2 * len(settled))
     assert stats.post_s == 0.25 * len(settled)
     assert stats.transfer_s == pytest.approx(seconds)
@@ -167,10 +167,10 @@ def test_time_in_which_two_slices_are_in_flight_counts_once(
 
 def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
     queue = PeerReadQueue(ChunkSizer(SLICE))
-    queue.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
-    first = queue.next()
-    queue.add("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
-    assert (first.read.tag, queue.next().read.tag) == ("long", "short")
+    queue.add_read("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
+    first = queue.next_chunk()
+    queue.add_read("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
+    assert (first.read.tag, queue.next_chunk().read.tag) == ("long", "short")
 
 
 # The reader over real bytes
@@ -197,10 +197,10 @@ class Rig:
 
     def read(self, tag: str, start: int, nbytes: int, peer: PeerId | None = None) -> None:
         run = (self.ours.ctypes.data + start, self.theirs.ctypes.data + start, nbytes)
-        self.reading.do(Read(tag, peer or self.peer, spans_of(run)))
+        self.reading.do_job(Read(tag, peer or self.peer, spans_of(run)))
 
     def finish(self) -> list[object]:
-        while self.reading.post() | self.reading.poll():
+        while self.reading.post_chunk() | self.reading.poll_reads():
             pass
         return [news.tag for news in self.settled_reads]
 
@@ -227,7 +227,7 @@ def test_a_long_read_arrives_whole_and_is_reported_once(rig: Rig) -> None:
 
 def test_a_short_read_is_over_before_the_long_one_that_came_first(rig: Rig) -> None:
     rig.read("long", 0, 20 * SLICE)
-    rig.reading.post()
+    rig.reading.post_chunk()
     rig.read("short", 30 * SLICE, 64)
     assert rig.finish() == ["short", "long"]
 
@@ -237,7 +237,7 @@ def test_a_read_with_a_failed_slice_has_no_further_slice_posted(rig: Rig) -> Non
     rig.read("bad", 0, 8 * SLICE)
     rig.read("good", 16 * SLICE, 8 * SLICE)
     assert rig.finish() == ["good"], "its first slice can still write"
-    rig.network.release()
+    rig.network.release_held()
     assert rig.finish() == ["good", "bad"]
     assert isinstance(rig.settled_reads[1].settled.error, BackendFailure)
     assert rig.settled_reads[0].settled.ok
@@ -264,7 +264,7 @@ def test_what_waits_for_a_peer_that_was_disconnected_fails_when_nothing_can_writ
     rig.read("r", 0, 8 * SLICE)
     assert rig.finish() == []
     rig.reader.disconnect(rig.peer)
-    rig.network.release()
+    rig.network.release_held()
     assert rig.finish() == ["r"]
     assert rig.settled_reads[0].settled.error is not None
 
@@ -278,7 +278,7 @@ def test_reads_from_an_unknown_peer_fail_each(rig: Rig) -> None:
 
 def test_an_empty_read_is_over_at_once(rig: Rig) -> None:
     empty = np.array([], dtype=np.uint64)
-    rig.reading.do(Read("none", rig.peer, Spans(empty, empty, empty)))
+    rig.reading.do_job(Read("none", rig.peer, Spans(empty, empty, empty)))
     assert rig.finish() == ["none"]
     assert rig.settled_reads[0].settled.ok
 
@@ -299,9 +299,9 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
     settled_reads: list[object] = []
     try:
         where, there = rig.ours.ctypes.data, rig.theirs.ctypes.data
-        thread.post(Read("long", rig.peer, spans_of((where, there, 20 * SLICE))))
+        thread.post_job(Read("long", rig.peer, spans_of((where, there, 20 * SLICE))))
         assert posted.wait(20)
-        thread.post(Read("short", rig.peer, spans_of((where, there, 8))))
+        thread.post_job(Read("short", rig.peer, spans_of((where, there, 8))))
         gate.set()
         while len(settled_reads) < 2:
             item = results.take_one(20)

@@ -48,10 +48,10 @@ class RawClient:
     def send(self, data: bytes) -> list[bytes]:
         """Send it and let the lender answer; return the messages that it received."""
         self.socket.sendall(data)
-        self.lender.flush()
+        self.lender.flush_unsent()
         if data:
             await_bytes(self.accepted)
-        bodies = self.lender.receive()
+        bodies = self.lender.receive_frames()
         self.seen += arrived(self.socket)
         return bodies
 
@@ -77,19 +77,19 @@ class Relay:
         self.received: list[bytes] = []
 
     def turn(self) -> None:
-        self.reader.flush()
+        self.reader.flush_unsent()
         data = arrived(self._a)
         self.passed["there"] += data
         changed = self.change(data) if self.change and data else data
         self._b.sendall(changed)
         if changed:
             await_bytes(self._there)
-        self.received += self.lender.receive()
-        self.lender.flush()
+        self.received += self.lender.receive_frames()
+        self.lender.flush_unsent()
         back = arrived(self._b)
         self.passed["back"] += back
         self._a.sendall(back)
-        self.reader.receive()
+        self.reader.receive_frames()
 
     def until_received(self, count: int) -> None:
         give_up = time.monotonic() + PATIENCE_S
@@ -99,7 +99,7 @@ class Relay:
 
     def turn_once_sent(self) -> None:
         """A turn in which something that the reader has sent passes."""
-        self.reader.flush()
+        self.reader.flush_unsent()
         await_bytes(self._a)
         self.turn()
 

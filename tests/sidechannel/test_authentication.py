@@ -58,9 +58,9 @@ def test_with_unequal_credentials_no_message_passes_and_both_sides_know_why(
     if reader == "no certificate":
         dialling = ReaderAuthPolicy(None, without_certificate(worlds.ours.file), "localhost")
     with between(dialling, theirs.for_lender()) as both:
-        both.reader.send([HELLO])
+        both.reader.send_frames([HELLO])
         if theirs.authenticates:
-            both.lender.send([WELCOME])
+            both.lender.send_frames([WELCOME])
         seen_by_reader, seen_by_lender = both.until_lost(answer=theirs.secret is None)
         assert both.received["reader"] == []
         assert re.search(of_reader, seen_by_reader)
@@ -78,13 +78,13 @@ def without_certificate(ca: str) -> ssl.SSLContext:
 def test_the_host_name_may_go_unchecked_where_the_settings_say_so(worlds: Worlds) -> None:
     lax = Security(tls=worlds.engine, check_hostname=False)
     with ends(lax, worlds.by_name["elsewhere"]) as both:
-        both.reader.send([HELLO])
+        both.reader.send_frames([HELLO])
         both.until(lender=1)
 
 
 def test_an_address_is_checked_as_a_host_name_is(worlds: Worlds) -> None:
     with ends(worlds.tls, worlds.tls, host="127.0.0.1") as both:
-        both.reader.send([HELLO])
+        both.reader.send_frames([HELLO])
         both.until(lender=1)
     with ends(worlds.tls, worlds.tls, host="127.0.0.2") as both:
         assert "IP address mismatch" in both.until_lost()[0]
@@ -92,14 +92,14 @@ def test_an_address_is_checked_as_a_host_name_is(worlds: Worlds) -> None:
 
 def test_a_lender_sends_no_byte_of_a_message_before_the_reader_has_proven_itself() -> None:
     with RawClient(SHARED) as client:
-        client.lender.send([WELCOME])
+        client.lender.send_frames([WELCOME])
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
-        client.send(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(client.seen or client.receive())
+        client.send(frame(reader.opening_frames()[0]))
+        [challenge] = Frames(1 << 20).feed_bytes(client.seen or client.receive())
         assert len(client.seen) < 64
         assert WELCOME not in client.seen
         assert client.lender.is_midway
-        [proof] = reader.feed(challenge)[1]
+        [proof] = reader.feed_frame(challenge)[1]
         with pytest.raises(Unauthenticated):
             client.send(frame(flipped(proof, 200)))
         time.sleep(0.05)
@@ -109,17 +109,17 @@ def test_a_lender_sends_no_byte_of_a_message_before_the_reader_has_proven_itself
 def test_the_welcome_is_seen_once_the_reader_has_proven_itself_or_none_need_to() -> None:
     """The control of the test above: the same eyes do see it."""
     with RawClient(SHARED) as client:
-        client.lender.send([WELCOME])
+        client.lender.send_frames([WELCOME])
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
-        client.send(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(client.seen or client.receive())
-        client.send(frame(reader.feed(challenge)[1][0]))
+        client.send(frame(reader.opening_frames()[0]))
+        [challenge] = Frames(1 << 20).feed_bytes(client.seen or client.receive())
+        client.send(frame(reader.feed_frame(challenge)[1][0]))
         give_up = time.monotonic() + PATIENCE_S
         while WELCOME not in client.seen and time.monotonic() < give_up:
             client.receive()
         assert WELCOME in client.seen
     with RawClient(OPEN) as client:
-        client.lender.send([WELCOME])
+        client.lender.send_frames([WELCOME])
         client.send(b"")
         assert WELCOME in client.seen or WELCOME in client.receive()
 
@@ -133,7 +133,7 @@ def test_tls_hides_what_a_secret_alone_does_not(worlds: Worlds) -> None:
 def sent_bytes(security: Security) -> bytes:
     """Every byte that a reader sends to say HELLO."""
     with relayed(security) as relay:
-        relay.reader.send([HELLO])
+        relay.reader.send_frames([HELLO])
         relay.until_received(1)
         return bytes(relay.passed["there"])
 
@@ -148,7 +148,7 @@ def forged(data: bytes) -> bytes:
     """One bit of the last body is another; frames are whole again, as an attacker makes them."""
     if data[:2] == b"\x17\x03":  # a TLS record
         return flipped(data, len(data) * 8 - 3)
-    *bodies, last = Frames(1 << 20).feed(data)
+    *bodies, last = Frames(1 << 20).feed_bytes(data)
     return b"".join(map(frame, [*bodies, flipped(last, len(last) * 8 - 3)]))
 
 
@@ -163,15 +163,15 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("how", CHANGES)
 def test_nothing_changed_on_the_way_is_ever_received(secured: Security, how: str) -> None:
     with relayed(secured) as relay:
-        relay.reader.send([HELLO])
+        relay.reader.send_frames([HELLO])
         relay.until_received(1)
         relay.change = CHANGES[how]
-        relay.reader.send([b"one"])
-        relay.reader.send([b"two"])
+        relay.reader.send_frames([b"one"])
+        relay.reader.send_frames([b"two"])
         if how == "left out":
             relay.turn_once_sent()
             relay.change = None
-            relay.reader.send([b"six"])
+            relay.reader.send_frames([b"six"])
         with pytest.raises(Unauthenticated, match="altered, replayed or misplaced"):
             relay.until_received(9)
         assert relay.received in ([HELLO], [HELLO, b"one", b"two"][: len(relay.received)])
@@ -179,10 +179,10 @@ def test_nothing_changed_on_the_way_is_ever_received(secured: Security, how: str
 
 def test_a_bit_that_flips_by_accident_is_noticed_in_any_case(security: Security) -> None:
     with relayed(security) as relay:
-        relay.reader.send([HELLO])
+        relay.reader.send_frames([HELLO])
         relay.until_received(1)
         relay.change = lambda data: flipped(data, len(data) * 8 - 3)
-        relay.reader.send([b"one"])
+        relay.reader.send_frames([b"one"])
         with pytest.raises(SideChannelLost):
             relay.until_received(2)
 
@@ -190,17 +190,17 @@ def test_a_bit_that_flips_by_accident_is_noticed_in_any_case(security: Security)
 def test_without_a_policy_changed_bytes_are_received() -> None:
     """The control of the test above: the same relay does change what passes."""
     with relayed(OPEN) as relay:
-        relay.reader.send([HELLO])
+        relay.reader.send_frames([HELLO])
         relay.until_received(1)
         relay.change = CHANGES["one bit"]
-        relay.reader.send([b"one"])
+        relay.reader.send_frames([b"one"])
         relay.until_received(2)
         assert relay.received[1] == flipped(b"one", 21)
 
 
 def test_a_session_recorded_whole_means_nothing_to_another_lender(secured: Security) -> None:
     with relayed(secured) as relay:
-        relay.reader.send([HELLO])
+        relay.reader.send_frames([HELLO])
         relay.until_received(1)
         recorded = bytes(relay.passed["there"])
     with RawClient(secured) as client, pytest.raises(Unauthenticated):
@@ -224,7 +224,7 @@ def test_a_client_may_send_no_frame_over_one_kibibyte(length: int) -> None:
 
 def test_no_reason_and_no_log_line_shows_a_secret(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), ends(FOREIGN, SHARED) as both:
-        both.reader.send([HELLO])
+        both.reader.send_frames([HELLO])
         texts = [*both.until_lost(), repr(both.lost), caplog.text, repr(both)]
         policies = (SHARED.for_lender(), SHARED.for_reader("localhost"), SHARED, FOREIGN)
     for text in (*texts, *map(repr, policies)):

@@ -28,8 +28,8 @@ def test_messages_pass_both_ways_in_order_small_and_large(security: Security) ->
     large = bytes(range(256)) * (1 << 14)
     with ends(security, security) as both:
         for body in (HELLO, b"", large):
-            both.reader.send([body])
-            both.lender.send([body])
+            both.reader.send_frames([body])
+            both.lender.send_frames([body])
         both.until(reader=3, lender=3)
         assert both.received == {"reader": [HELLO, b"", large], "lender": [HELLO, b"", large]}
         assert both.reader.is_trusted
@@ -40,9 +40,9 @@ def test_messages_pass_both_ways_in_order_small_and_large(security: Security) ->
 
 def test_a_frame_of_the_longest_length_passes_and_one_longer_does_not(security: Security) -> None:
     with ends(security, security, max_frame=2000) as both:
-        both.reader.send([bytes(2000)])
+        both.reader.send_frames([bytes(2000)])
         both.until(lender=1)
-        both.reader.send([bytes(2001)])
+        both.reader.send_frames([bytes(2001)])
         assert "frame length" in both.until_lost()[1]
 
 
@@ -74,19 +74,19 @@ def test_bytes_may_come_one_by_one(security: Security) -> None:
         relay_b.setblocking(False)
         reader = Connection(reader_end, 1 << 20, policy=security.for_reader("localhost"))
         lender = Connection(lender_end, 1 << 20, policy=security.for_lender())
-        reader.send([HELLO])
+        reader.send_frames([HELLO])
         received: list[bytes] = []
         give_up = time.monotonic() + PATIENCE_S
         while not received:
             assert time.monotonic() < give_up
-            reader.flush()
+            reader.flush_unsent()
             for source, sink, end in ((relay_a, relay_b, lender), (relay_b, relay_a, reader)):
                 for byte in arrived(source):
                     assert not received
                     sink.send(bytes([byte]))
-                    received += end.receive()
+                    received += end.receive_frames()
                     assert lender.is_trusted or lender.is_midway
-                received += end.receive()
+                received += end.receive_frames()
         assert received == [HELLO]
         assert not lender.is_midway
 
@@ -102,9 +102,9 @@ def test_what_waits_for_the_handshake_is_bounded(secured: Security) -> None:
     dialled, accepted = sockets()
     with dialled, accepted:
         lender = Connection(accepted, 1 << 20, max_unsent=4096, policy=secured.for_lender())
-        lender.send([bytes(2000)])
+        lender.send_frames([bytes(2000)])
         with pytest.raises(SideChannelLost, match="wait for a peer that does not authenticate"):
-            lender.send([bytes(3000)])
+            lender.send_frames([bytes(3000)])
 
 
 def test_what_waits_for_a_peer_that_does_not_read_is_bounded() -> None:
@@ -113,19 +113,19 @@ def test_what_waits_for_a_peer_that_does_not_read_is_bounded() -> None:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         lender = Connection(accepted, 1 << 20, max_unsent=1024)
-        lender.send([bytes(2000)])  # longer than may wait, and taken whole
+        lender.send_frames([bytes(2000)])  # longer than may wait, and taken whole
         assert not lender.has_unsent
         with pytest.raises(SideChannelLost, match="wait for a peer that does not read"):
-            lender.send([bytes(1 << 22)])
+            lender.send_frames([bytes(1 << 22)])
 
 
 def test_a_frame_of_which_the_last_byte_is_missing_is_midway(security: Security) -> None:
     with relayed(security) as relay:
-        relay.reader.send([HELLO])
+        relay.reader.send_frames([HELLO])
         relay.until_received(1)
         assert not relay.lender.is_midway
         relay.change = lambda data: data[:-1]
-        relay.reader.send([b"one"])
+        relay.reader.send_frames([b"one"])
         relay.turn_once_sent()
         assert relay.received == [HELLO]
         assert relay.lender.is_midway
@@ -144,26 +144,26 @@ def test_a_lender_that_closes_before_it_answers_probably_requires_credentials() 
     dialled, accepted = sockets()
     with dialled:
         reader = Connection(dialled, 1 << 20)
-        reader.send([HELLO])
+        reader.send_frames([HELLO])
         accepted.recv(100)
         accepted.close()
         await_end(dialled)
         with pytest.raises(Unauthenticated, match="does it require a secret or TLS"):
-            reader.receive()
+            reader.receive_frames()
 
 
 def test_a_plain_peer_that_closes_after_a_message_is_only_lost() -> None:
     dialled, accepted = sockets()
     with dialled:
         reader = Connection(dialled, 1 << 20)
-        reader.send([HELLO])
+        reader.send_frames([HELLO])
         accepted.recv(100)
         accepted.sendall(frame(WELCOME))
         accepted.close()
         await_end(dialled)
-        assert reader.receive() == [WELCOME]
+        assert reader.receive_frames() == [WELCOME]
         with pytest.raises(SideChannelLost, match=r"^closed by the peer$") as lost:
-            reader.receive()
+            reader.receive_frames()
         assert not isinstance(lost.value, Unauthenticated)
 
 
@@ -171,13 +171,13 @@ def test_a_last_message_is_received_though_what_we_have_unsent_cannot_be_sent_an
     ours, theirs = socket.socketpair()
     with ours:
         reader = Connection(ours, 1 << 20)
-        reader.send([bytes(1 << 22)])
+        reader.send_frames([bytes(1 << 22)])
         assert reader.has_unsent
         theirs.sendall(frame(WELCOME))
         theirs.close()
-        assert reader.receive() == [WELCOME]
+        assert reader.receive_frames() == [WELCOME]
         with pytest.raises(SideChannelLost):
-            reader.flush()
+            reader.flush_unsent()
 
 
 def test_a_watched_connection_selects_for_what_it_wants() -> None:
@@ -188,11 +188,11 @@ def test_a_watched_connection_selects_for_what_it_wants() -> None:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         lender = Connection(accepted, 1 << 20)
-        lender.watch(selector, "session", connecting=True)
+        lender.watch_socket(selector, "session", connecting=True)
         assert selector.get_key(accepted)[2:] == (read | write, "session")
-        lender.send([])
+        lender.send_frames([])
         assert selector.get_key(accepted).events == read
-        lender.send([bytes(1 << 22)])
+        lender.send_frames([bytes(1 << 22)])
         assert lender.has_unsent
         assert selector.get_key(accepted).events == read | write
         lender.read_on(False)
@@ -200,7 +200,7 @@ def test_a_watched_connection_selects_for_what_it_wants() -> None:
         while lender.has_unsent:
             await_bytes(dialled)
             dialled.recv(1 << 20)
-            lender.flush()
+            lender.flush_unsent()
         lender.read_on(True)
         assert selector.get_key(accepted).events == read
         lender.close()

@@ -155,9 +155,9 @@ def test_an_empty_variable_is_an_error_and_not_no_secret() -> None:
 
 
 def test_tls_files_come_together() -> None:
-    assert TlsFiles.of(None, None, None) is None
+    assert TlsFiles.from_paths(None, None, None) is None
     with pytest.raises(SecurityError, match=r"tls_key: .* together, got only tls_cert and tls_ca"):
-        TlsFiles.of("a", None, "b")
+        TlsFiles.from_paths("a", None, "b")
 
 
 @pytest.mark.parametrize("which", ["cert", "key", "ca"])
@@ -262,7 +262,9 @@ def test_settings_do_not_show_the_secret(files: TlsFiles, caplog: pytest.LogCapt
 def welcome() -> Welcome:
     group = GroupMemory(AttentionKind.FULL, None, 4, ())
     references = build_kv_cache_references([group])
-    return Welcome.of("e", "boot", {"model": "m"}, (RankGeometry(0, 0, b"here", references),))
+    return Welcome.in_our_version(
+        "e", "boot", {"model": "m"}, (RankGeometry(0, 0, b"here", references),)
+    )
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class DecodeRank:
         while self.pulls.unplanned:
             self.pulls.finish_turn()
         self._alarm.set(self.pulls.next_alarm(), self.turn)
-        outcome = PullResults.of(self.pulls.reports)
+        outcome = PullResults.from_reports(self.pulls.reports)
         self.pulls.reports.clear()
         if outcome.records or outcome.failed or outcome.released or outcome.claims:
             for record in outcome.records:
@@ -105,14 +105,14 @@ class DecodeRank:
         self._when_awake(lambda: self._serve(peer))
 
     def _serve(self, peer: Peer) -> None:
-        self.pulls.serve_peer(peer)
+        self.pulls.handle_readable(peer)
         self.turn()
 
     def _post(self, job: Job) -> None:
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._carry_out(job)))
 
     def _carry_out(self, job: Job) -> None:
-        self.reading.do(job)
+        self.reading.do_job(job)
         self.poll()
 
     def poll(self) -> None:
@@ -120,7 +120,7 @@ class DecodeRank:
         self._when_awake(self._poll)
 
     def _poll(self) -> None:
-        while self.reading.post() | self.reading.poll():
+        while self.reading.post_chunk() | self.reading.poll_reads():
             pass
 
     def _answer(self, answer: JobResult) -> None:

@@ -80,16 +80,16 @@ class TappedConnection:
     log: ReaderLog
     clock: Callable[[], float]
 
-    def send(self, bodies: Sequence[bytes]) -> None:
-        """As ``PeerConnection.send``."""
+    def send_frames(self, bodies: Sequence[bytes]) -> None:
+        """As ``PeerConnection.send_frames``."""
         frames = list(bodies)
         for body in frames:
             self.log.sent(body, self.clock())
-        self.connection.send(frames)
+        self.connection.send_frames(frames)
 
-    def receive(self) -> Sequence[bytes]:
-        """As ``PeerConnection.receive``."""
-        frames = self.connection.receive()
+    def receive_frames(self) -> Sequence[bytes]:
+        """As ``PeerConnection.receive_frames``."""
+        frames = self.connection.receive_frames()
         for body in frames:
             self.log.arrived(body)
         return frames

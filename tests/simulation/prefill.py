@@ -48,7 +48,7 @@ class Prefill:
         self.transport.register(self.memory.references.memories())
         rank = RankGeometry(0, 0, self.transport.address(), self.memory.references)
         self.sessions = LenderSessions(
-            Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True
+            Welcome.in_our_version(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True
         )
         self.pool = BlockPool(POOL)
         self.lent: dict[str, Ticket] = {}
@@ -84,7 +84,7 @@ class Prefill:
         )  # fmt: skip
         self.lent[request] = ticket
         now = self.machine.clock()
-        self.sessions.apply(LeaseOffer(request, ticket.digest(), ttl_s, now), now)
+        self.sessions.apply_command(LeaseOffer(request, ticket.digest(), ttl_s, now), now)
         self._serving.turn_now()
         boot = self.incarnation
         self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
@@ -95,11 +95,11 @@ class Prefill:
         if boot == self.incarnation and ticket.request_id in self.lent:
             terms = Terms(ticket.request_id, ticket.num_tokens, sampled=False)
             sums = lent_sums(HostMemory(), self.memory.references, ticket.blocks, terms)
-            self.sessions.apply(RankSums(ticket.request_id, 0, sums), self.machine.clock())
+            self.sessions.apply_command(RankSums(ticket.request_id, 0, sums), self.machine.clock())
             self.turn()
 
     def abort(self, request: str) -> None:
-        self.sessions.apply(Abort(request), self.machine.clock())
+        self.sessions.apply_command(Abort(request), self.machine.clock())
         self.turn()
 
     def reset(self) -> None:
@@ -107,12 +107,12 @@ class Prefill:
         self.world.counts["resets"] += 1
         boot, before = self.incarnation, list(self.lent)
         self.pool.forget()
-        self.sessions.apply(AbortAll(), self.machine.clock())
+        self.sessions.apply_command(AbortAll(), self.machine.clock())
         self.turn()
 
         def revoke() -> None:
             if boot == self.incarnation:
-                self.sessions.apply(RevokeAll(), self.machine.clock())
+                self.sessions.apply_command(RevokeAll(), self.machine.clock())
                 self._serving.turn_now()
                 self.lent_before_reset += [request for request in before if request in self.lent]
 
@@ -122,7 +122,7 @@ class Prefill:
         """End as SIGKILL does, and start anew at once, with other content in memory."""
         self.world.counts["crashes"] += 1
         self._serving.end()
-        self.world.network.kill(self.transport.peer_id)
+        self.world.network.kill_peer(self.transport.peer_id)
         for poll in self.world.readers.values():
             self.world.at(self.world.lag(), poll)
         self.memory.raw[:] = 1

@@ -78,8 +78,10 @@ class Serving:
         if wire is None:
             return
         try:
-            for body in wire.receive():
-                self._sessions.handle(session, decode_from_reader(body), self._machine.clock())
+            for body in wire.receive_frames():
+                self._sessions.handle_messages(
+                    session, decode_from_reader(body), self._machine.clock()
+                )
         except ProtocolError as error:
             self._sessions.reject(session, error)
         except SideChannelLost:
@@ -93,7 +95,7 @@ class Serving:
         if wire is None:
             return
         try:
-            wire.send(self._sessions.take_frames(session))
+            wire.send_frames(self._sessions.take_frames(session))
         except SideChannelLost:
             del self._wires[session]
             return

@@ -229,7 +229,7 @@ def test_wrong_content_is_received_on_wrong_clocks_without_confirmation(
 def test_a_lender_that_confirms_what_it_has_freed_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = LeaseTable.confirm
+    real = LeaseTable.confirm_lease
 
     def careless(
         self: LeaseTable, request: str, reader: Reader, ticket: bytes, now: float
@@ -237,7 +237,7 @@ def test_a_lender_that_confirms_what_it_has_freed_is_noticed(
         _, freed = real(self, request, reader, ticket, now)
         return None, freed
 
-    monkeypatch.setattr(LeaseTable, "confirm", careless)
+    monkeypatch.setattr(LeaseTable, "confirm_lease", careless)
     breaks("after its lease was freed", WRONG_CLOCKS)
 
 
@@ -339,7 +339,7 @@ def test_a_cancelled_pull_that_stays_is_noticed_at_once(monkeypatch: pytest.Monk
 def test_checksums_that_outlive_their_lease_are_noticed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ChecksumResponder, "forget", lambda _self, _request: [])
+    monkeypatch.setattr(ChecksumResponder, "forget_lease", lambda _self, _request: [])
     breaks("has checksums of nothing lent")
 
 

@@ -231,8 +231,8 @@ class Wire:
     is_cut: bool = False
     _due: float = 0.0
 
-    def send(self, bodies: Sequence[bytes]) -> None:
-        """As ``pdconn.sidechannel.connection.Connection.send``."""
+    def send_frames(self, bodies: Sequence[bytes]) -> None:
+        """As ``pdconn.sidechannel.connection.Connection.send_frames``."""
         for body in bodies:
             if self.is_cut:
                 raise SideChannelLost("cut")
@@ -244,8 +244,8 @@ class Wire:
             if self.faults.held_until is not None:
                 self.world.at(self.faults.held_until - self.world.now, self._flush)
 
-    def receive(self) -> Sequence[bytes]:
-        """As ``pdconn.sidechannel.connection.Connection.receive``."""
+    def receive_frames(self) -> Sequence[bytes]:
+        """As ``pdconn.sidechannel.connection.Connection.receive_frames``."""
         arrived, self.arrived = self.arrived, []
         if not arrived and self.is_cut:
             raise SideChannelLost("closed by the peer")

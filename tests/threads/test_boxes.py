@@ -49,12 +49,12 @@ def test_one_byte_is_written_until_the_owner_looks() -> None:
     for number in range(100):
         queue.put(number)
     assert queue.socket.recv(4096) == b"\0"
-    queue.drain()
-    assert queue.take() == list(range(100))
+    queue.drain_socket()
+    assert queue.take_all() == list(range(100))
     queue.put(100)
     assert is_woken(queue, PATIENCE_S)
-    queue.drain()
-    assert queue.take() == [100]
+    queue.drain_socket()
+    assert queue.take_all() == [100]
     assert not is_woken(queue, 0.0)
     queue.free_sockets()
 
@@ -67,7 +67,7 @@ def test_a_quiet_put_does_not_wake_the_owner() -> None:
     assert not is_woken(queue, 0.0)
     queue.put(2)
     assert is_woken(queue, PATIENCE_S)
-    assert queue.take() == [1, 2]
+    assert queue.take_all() == [1, 2]
     assert not queue.items
     queue.free_sockets()
 
@@ -75,7 +75,7 @@ def test_a_quiet_put_does_not_wake_the_owner() -> None:
 def test_taking_without_draining_leaves_the_owner_awake() -> None:
     queue: SelectedBox[int] = SelectedBox()
     queue.put(1)
-    assert queue.take() == [1]
+    assert queue.take_all() == [1]
     assert is_woken(queue, 0.0)
     queue.free_sockets()
 
@@ -104,7 +104,7 @@ def test_an_owner_that_could_not_be_woken_is_woken_by_the_next_put(error: BaseEx
     assert not is_woken(queue, 0.0)
     queue.put(2)
     assert is_woken(queue, PATIENCE_S)
-    assert queue.take() == [1, 2]
+    assert queue.take_all() == [1, 2]
     queue.free_sockets()
 
 
@@ -112,10 +112,10 @@ def test_an_item_put_while_the_owner_takes_wakes_it_again() -> None:
     queue: SelectedBox[int] = SelectedBox()
     queue.items = Interrupted(lambda: queue.put(2))
     queue.put(1)
-    queue.drain()
-    assert queue.take() == [1]
+    queue.drain_socket()
+    assert queue.take_all() == [1]
     assert is_woken(queue, PATIENCE_S)
-    assert queue.take() == [2]
+    assert queue.take_all() == [2]
     queue.free_sockets()
 
 
@@ -133,8 +133,8 @@ def test_no_item_of_many_threads_is_lost() -> None:
     taken: list[int] = []
     while len(taken) < num_threads * puts:
         assert is_woken(queue, PATIENCE_S), f"{len(taken)} taken, and no wake-up"
-        queue.drain()
-        taken += queue.take()
+        queue.drain_socket()
+        taken += queue.take_all()
     assert sorted(taken) == list(range(num_threads * puts))
     for thread in threads:
         thread.join()
@@ -148,7 +148,7 @@ def test_only_a_sleep_beyond_an_items_time_is_ended_by_it() -> None:
     assert not is_woken(queue, 0.0)
     queue.put_before(2, due=4.0)
     assert is_woken(queue, PATIENCE_S)
-    assert queue.take() == [1, 2]
+    assert queue.take_all() == [1, 2]
     queue.free_sockets()
 
 
@@ -159,8 +159,8 @@ def test_an_item_put_just_before_the_owner_sleeps_ends_the_sleep() -> None:
     """Between the owner's look and its sleep; there the wake-up finds nobody asleep."""
     box: Box[int] = Box()
     box.items = Interrupted(lambda: box.put(7))
-    assert box.wait(PATIENCE_S)
-    assert box.take() == [7]
+    assert box.wait_for_item(PATIENCE_S)
+    assert box.take_all() == [7]
 
 
 def test_a_sleep_without_a_second_look_is_lost() -> None:
@@ -215,7 +215,7 @@ def test_what_is_put_first_is_taken_first_and_in_order() -> None:
     box: Box[int] = Box()
     box.put_all([3, 4])
     box.put_first([1, 2])
-    assert [box.take_one(), *box.take()] == [1, 2, 3, 4]
+    assert [box.take_one(), *box.take_all()] == [1, 2, 3, 4]
 
 
 class Item:
@@ -228,7 +228,7 @@ def test_what_is_taken_back_is_taken_by_nobody_and_the_rest_keeps_its_order() ->
     box.put_all(items)
     assert box.take_one() is items[0]
     assert box.take_back(lambda item: item in items[0:6:2]) == [items[2], items[4]]
-    assert box.take() == [items[1], items[3], items[5]]
+    assert box.take_all() == [items[1], items[3], items[5]]
 
 
 def test_each_item_goes_to_an_owner_or_back_and_to_one_of_them() -> None:
@@ -271,7 +271,7 @@ def test_all_sleeping_owners_are_woken_for_as_many_items() -> None:
 def test_a_sleep_ends_in_time_and_leaves_no_bed() -> None:
     box: Box[int] = Box()
     assert box.take_one(0.001) is None
-    assert not box.wait(0.001)
+    assert not box.wait_for_item(0.001)
     assert not box._sleepers
     box.put_quietly(1)
     assert box.take_one(0.0) == 1
@@ -282,7 +282,7 @@ def test_a_closed_box_gives_what_is_in_it_and_waits_for_no_more() -> None:
     box.put(1)
     box.close()
     assert [box.take_one(), box.take_one()] == [1, None]
-    assert not box.wait()
+    assert not box.wait_for_item()
 
 
 # Amounts
@@ -290,7 +290,7 @@ def test_a_closed_box_gives_what_is_in_it_and_waits_for_no_more() -> None:
 
 def test_an_amount_is_taken_whole_or_not_at_all() -> None:
     box = AmountBox()
-    box.add(10)
+    box.add_amount(10)
     assert box.take_amount(7)
     assert not box.take_amount(4)
     assert (box.amount, box.take_missed(), box.take_missed()) == (3, True, False)
@@ -305,7 +305,7 @@ def _left(box: AmountBox) -> int:
 
     def add() -> None:
         for _ in range(times):
-            box.add(1)
+            box.add_amount(1)
 
     adding = threading.Thread(target=add)
     adding.start()
@@ -336,7 +336,7 @@ def test_without_its_lock_an_amount_is_lost() -> None:
     box.add(1)
     assert box.amount == 2, "one was taken in between"
     locked = AmountBox()
-    locked.add(1)
+    locked.add_amount(1)
     locked.take_amount(1)
-    locked.add(1)
+    locked.add_amount(1)
     assert locked.amount == 1

@@ -27,13 +27,13 @@ def test_an_error_is_logged_and_is_the_last_item_of_the_outbox(
             outbox.put(item)
 
     worker = Worker("pdconn-one", run, inbox, outbox)
-    worker.start()
+    worker.start_thread()
     inbox.put_all([1, 2, 3])
     seen = [outbox.take_one(PATIENCE_S), outbox.take_one(PATIENCE_S)]
     text = f"{type(error).__name__}: {error}"
     assert seen == [1, ThreadDied("pdconn-one", text)]
-    assert worker.end(PATIENCE_S)
-    assert inbox.take() == [3], "what was not taken is there"
+    assert worker.end_thread(PATIENCE_S)
+    assert inbox.take_all() == [3], "what was not taken is there"
     [record] = caplog.records
     assert (record.levelno, record.getMessage()) == (
         logging.CRITICAL, "pdconn: the one thread stopped",
@@ -49,32 +49,32 @@ def test_an_owner_that_sleeps_for_its_outbox_is_woken_by_a_death() -> None:
         assert go.wait(PATIENCE_S)
         raise ValueError
 
-    Worker("w", run, Box(), outbox).start()
+    Worker("w", run, Box(), outbox).start_thread()
     threading.Timer(0.05, go.set).start()
-    assert outbox.wait(PATIENCE_S)
+    assert outbox.wait_for_item(PATIENCE_S)
 
 
 def test_a_thread_that_is_asked_to_end_dies_not() -> None:
     inbox: Box[int] = Box()
     outbox: Box[ThreadDied] = Box()
     worker = Worker("w", lambda: inbox.take_one() and None, inbox, outbox)
-    worker.start()
-    assert worker.end(PATIENCE_S)
-    assert worker.end(PATIENCE_S), "a second time"
+    worker.start_thread()
+    assert worker.end_thread(PATIENCE_S)
+    assert worker.end_thread(PATIENCE_S), "a second time"
     assert not outbox.items
 
 
 def test_the_end_of_a_thread_that_hangs_is_waited_for_as_long_as_is_said() -> None:
     go = threading.Event()
     worker = Worker("w", lambda: go.wait(PATIENCE_S) and None, Box(), Box())
-    worker.start()
+    worker.start_thread()
     began = time.monotonic()
-    assert not worker.end(0.05)
+    assert not worker.end_thread(0.05)
     assert time.monotonic() - began < PATIENCE_S / 2
     assert worker.is_alive
     go.set()
-    assert worker.end(PATIENCE_S)
+    assert worker.end_thread(PATIENCE_S)
 
 
 def test_one_that_was_never_started_has_ended() -> None:
-    assert Worker("w", lambda: None, Box(), Box()).end(0.0)
+    assert Worker("w", lambda: None, Box(), Box()).end_thread(0.0)

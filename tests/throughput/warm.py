@@ -90,7 +90,7 @@ def lend(prompt: int) -> None:
             with PATHS[path].open_transport(f"warm-prefill-{boot}") as transport:
                 transport.register([arena.memory])
                 rank = RankGeometry(0, 0, transport.address(), references)
-                welcome = Welcome.of("prefill", boot, TRAITS, (rank,))
+                welcome = Welcome.in_our_version("prefill", boot, TRAITS, (rank,))
                 with closing(Lender(welcome, LOCALHOST, 0)) as lender:
                     for request in ("first", "next"):
                         ticket = ticket_of(workload, lender.port, boot, request)
@@ -179,12 +179,12 @@ def _warm_up(kind: str, port: int, scratch: Scratch) -> WarmUp:
 def _pull(workload: Workload, puller: Puller, ticket: Ticket) -> float:
     [need] = workload.needs()
     began = time.monotonic()
-    puller.post(ClaimTicket(ticket.request_id, f"here/{ticket.request_id}", ticket))
-    puller.post(ReadBlocks(ticket.request_id, need))
-    while not (outcome := puller.collect()).records:
+    puller.post_command(ClaimTicket(ticket.request_id, f"here/{ticket.request_id}", ticket))
+    puller.post_command(ReadBlocks(ticket.request_id, need))
+    while not (outcome := puller.take_results()).records:
         if outcome.failed or time.monotonic() - began > PATIENCE_S:
             raise RuntimeError(f"not pulled: {outcome.failed}")
-        puller.wait(0.05)
+        puller.wait_for_report(0.05)
     return time.monotonic() - began
 
 

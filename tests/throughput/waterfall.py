@@ -92,14 +92,14 @@ def lend(options: argparse.Namespace) -> None:
     ):
         transport.register([arena.memory])
         rank = RankGeometry(0, 0, transport.address(), placed(described, arena.memory))
-        lender = Lender(Welcome.of("prefill", "boot", TRAITS, (rank,)), LOCALHOST, 0)
+        lender = Lender(Welcome.in_our_version("prefill", "boot", TRAITS, (rank,)), LOCALHOST, 0)
         print(lender.port, flush=True)
         for line in sys.stdin:
             request = line.strip()
             ticket = ticket_of(workload, lender.port, request)
             lender.lend(request, ticket.digest(), PATIENCE_S)
             print(request, flush=True)
-            while not (freed := lender.collect()):
+            while not (freed := lender.take_freed()):
                 time.sleep(0.0001)
             print(json.dumps([freed[0].why, time.monotonic()]), flush=True)
         lender.close()
@@ -148,12 +148,12 @@ def _pull(
     assert child.stdout.readline().strip() == request
     ticket, [need] = ticket_of(workload, port, request), workload.needs()
     began = time.monotonic()
-    puller.post(ClaimTicket(request, f"here/{request}", ticket))
-    puller.post(ReadBlocks(request, need))
-    while not (outcome := puller.collect()).records:
+    puller.post_command(ClaimTicket(request, f"here/{request}", ticket))
+    puller.post_command(ReadBlocks(request, need))
+    while not (outcome := puller.take_results()).records:
         if outcome.failed or time.monotonic() - began > PATIENCE_S:
             raise RuntimeError(f"not pulled: {outcome.failed}")
-        puller.wait(0.05)
+        puller.wait_for_report(0.05)
     ended = time.monotonic()
     why, freed = json.loads(child.stdout.readline())
     if why != "read":

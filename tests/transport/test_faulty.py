@@ -84,7 +84,7 @@ def test_a_read_that_did_not_go_well_is_not_corrupted_outside_our_memory() -> No
     outside = reading.rig.spans((-64, 0, 64))
     settled = reading.rig.finish(reading.reader.read(reading.rig.peer, outside))
     assert isinstance(settled.error, OutOfBounds)
-    reading.rig.check()
+    reading.rig.check_arena()
     assert reading.counts == {}
 
 
@@ -113,7 +113,7 @@ def test_a_failed_read_writes_nothing() -> None:
     assert isinstance(settled.error, BackendFailure)
     assert settled.stats.nbytes == 1000
     assert not reading.network.in_flight()
-    reading.rig.check()
+    reading.rig.check_arena()
     assert reading.counts == {"fail": 1}
 
 
@@ -123,7 +123,7 @@ def test_a_late_read_is_posted_late_and_copies_what_is_there_then() -> None:
     reading.clock.advance(0.499)
     assert reading.reader.poll(read) is None
     assert not reading.network.in_flight()
-    reading.rig.check()
+    reading.rig.check_arena()
     reading.lending.bytes[:] = 42
     reading.clock.advance(0.001)
     settled = reading.reader.poll(read)
@@ -151,7 +151,7 @@ def test_a_waiting_read_is_lost_with_its_peer_and_never_posted(faults: ReadFault
     settled = reading.reader.poll(read)
     assert settled is not None
     assert isinstance(settled.error, PeerLost)
-    reading.rig.check()
+    reading.rig.check_arena()
 
 
 def test_disconnecting_another_peer_loses_nothing() -> None:
@@ -169,7 +169,7 @@ def test_a_stalled_read_is_pending_for_ever() -> None:
     for _ in range(10):
         reading.clock.advance(3600.0)
         assert reading.reader.poll(read) is None
-    reading.rig.check()
+    reading.rig.check_arena()
     assert reading.counts == {"stall": 1}
 
 
@@ -194,7 +194,7 @@ def test_where_closing_is_refused_stalled_reads_are_lost_and_posted_ones_polled(
         reading.reader.close()
     with pytest.raises(TransportClosed):
         reading.reader.read(reading.rig.peer, spans)
-    reading.network.release()
+    reading.network.release_held()
     for read in reads:
         settled = reading.reader.poll(read)
         assert settled is not None

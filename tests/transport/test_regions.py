@@ -43,7 +43,7 @@ def test_a_run_does_not_cross_from_one_memory_to_the_next() -> None:
 
 def test_memories_on_two_devices_do_not_meet() -> None:
     regions = Regions([Memory(100, 50)])
-    regions.add([Memory(100, 50, GPU)])
+    regions.add_memories([Memory(100, 50, GPU)])
     assert len(regions) == 2
     assert Memory(100, 50, GPU) in regions
     assert _outside(regions, 100, 50, Device("cuda", 0))
@@ -52,7 +52,7 @@ def test_memories_on_two_devices_do_not_meet() -> None:
 def test_overlapping_memories_are_refused_and_none_is_kept() -> None:
     regions = Regions([Memory(100, 50)])
     with pytest.raises(BadSpans, match=r"\[0x64, 0x96\) on cpu:0 and \[0x95, 0x96\)"):
-        regions.add([Memory(200, 10), Memory(149, 1)])
+        regions.add_memories([Memory(200, 10), Memory(149, 1)])
     assert list(regions) == [Memory(100, 50)]
-    regions.add([Memory(150, 10), Memory(90, 10)])  # neighbours do not overlap
+    regions.add_memories([Memory(150, 10), Memory(90, 10)])  # neighbours do not overlap
     assert len(regions) == 3

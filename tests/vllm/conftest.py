@@ -40,6 +40,6 @@ def lending(pool: Pool, lease_s: float, clock: Clock) -> Iterator[Lending]:
     made = Lending(settings, "p", "boot", (1, 1), clock=clock)
     made.bind_gpu_block_pool(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
-    made.serve(Welcome.of("p", "boot", {}, (geometry,)))
+    made.serve(Welcome.in_our_version("p", "boot", {}, (geometry,)))
     yield made
     made.shutdown()

@@ -55,7 +55,7 @@ def lending(given: Any) -> Iterator[Lending]:
     made = Lending(settings_of(given), "p", "boot", (1, 1))
     made.bind_gpu_block_pool(Pool())
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
-    made.serve(Welcome.of("p", "boot", {}, (geometry,)))
+    made.serve(Welcome.in_our_version("p", "boot", {}, (geometry,)))
     try:
         yield made
     finally:
@@ -64,7 +64,7 @@ def lending(given: Any) -> Iterator[Lending]:
 
 def ticket_of(given: Any) -> tuple[str, int]:
     with lending(given) as made:
-        params = made.lend(request("r"), ([3],))
+        params = made.lend_request(request("r"), ([3],))
         assert params is not None
         return params["remote_host"], params["remote_port"]
 

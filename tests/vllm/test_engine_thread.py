@@ -84,9 +84,9 @@ class Decode:
             self._consumer.on_new_request(request)
             count, _ = matched(self._consumer, request, 0)
             allocated(self._consumer, request, ([1, 2, 3, 4],), count or 0)
-        self._worker.apply(PdMetadata(self._consumer.take_commands()))
-        results = self._worker.results()
-        self._worker.take_report()
+        self._worker.bind_connector_metadata(PdMetadata(self._consumer.take_commands()))
+        results = self._worker.get_transfer_results()
+        self._worker.build_connector_worker_meta()
         self._worker.take_stats()
         for request_id in results.finished_recving:
             self._consumer.end_pull(request_id)
@@ -118,7 +118,7 @@ def in_flight(count: int) -> Iterator[Decode]:
             assert not decode.received
         finally:
             network.script = None
-            network.release()
+            network.release_held()
         decode.step_until(count)
         assert not decode.failed
 

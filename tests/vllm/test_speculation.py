@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     )
     from vllm.v1.request import Request
 
-from pdconn.vllm.blocks.states import without_scratch
+from pdconn.vllm.blocks.recurrent_states import without_scratch
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.speculation import num_lookahead
 

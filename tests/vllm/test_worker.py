@@ -40,12 +40,12 @@ def test_a_lender_that_cannot_be_read_from_stops_its_engine() -> None:
     worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
     transport = Mortal()
     worker._memory, worker._lends = SimpleNamespace(transport=transport), True
-    assert not worker.results().finished_recving
+    assert not worker.get_transfer_results().finished_recving
     transport.dead = True
     with pytest.raises(BackendFailure, match="its thread ended"):
-        worker.results()
+        worker.get_transfer_results()
     worker._lends = False
-    assert not worker.results().finished_recving, "one that only reads recomputes"
+    assert not worker.get_transfer_results().finished_recving, "one that only reads recomputes"
 
 
 def test_what_came_of_claims_is_reported_while_the_engine_idles() -> None:
@@ -59,15 +59,15 @@ def test_what_came_of_claims_is_reported_while_the_engine_idles() -> None:
             ClaimTicket(name, f"here/{name}", each, is_awaited=True)
             for name, each in (("granted", ticket), ("gone", gone))
         ]
-        worker.apply(PdMetadata(list(claims), is_idle=True))
+        worker.bind_connector_metadata(PdMetadata(list(claims), is_idle=True))
         told: dict[str, str | None] = {}
         steps, give_up = 0, time.monotonic() + 30.0
         while len(told) < len(claims):
             assert time.monotonic() < give_up, told
             steps += 1
-            results = worker.results()
+            results = worker.get_transfer_results()
             assert not results.finished_recving
-            report = worker.take_report()
+            report = worker.build_connector_worker_meta()
             told |= {each.request: each.problem for each in report.claims} if report else {}
         assert told["granted"] is None
         assert "refused, unknown" in str(told["gone"])
@@ -83,7 +83,7 @@ class Posted:
     def post(self, command: Command, after: Any = None) -> None:
         self.after[type(command).__name__] = after
 
-    post_command = post
+    post_command = post  # a puller's name for it
 
 
 @pytest.mark.parametrize("speculates", [True, False])
@@ -100,7 +100,9 @@ def test_an_engine_that_drafts_waits_for_its_drafter(
     need = Need.for_range(0, 12, (BlockList(0, (6, 7, 8)),))
     with Pair() as pair:
         claim = ClaimTicket("r", "here/1", pair.lend("lent"))
-    worker.apply(PdMetadata([claim, ReadBlocks("r", need)], store=[LoadRows(1, "s", need)]))
+    worker.bind_connector_metadata(
+        PdMetadata([claim, ReadBlocks("r", need)], store=[LoadRows(1, "s", need)])
+    )
     expected = point if speculates else None
     assert pulled.after == {"ClaimTicket": None, "ReadBlocks": expected}
     assert loaded.after == {"LoadRows": expected}

@@ -1,11 +1,11 @@
-"""Which build of NIXL fits this environment, and the command that installs it.
+"""Which build of NIXL fits this environment, and the package that has it.
 
-The package ``nixl`` holds no library.  When it is imported it looks for the CUDA version that
-torch was built for and then imports ``nixl_cu12`` or ``nixl_cu13``, which are packages of their
-own; without CUDA it takes whichever is there.  torch's wheels on the public index are built for
-CUDA and run without a GPU, so an environment without a GPU needs the fitting build all the same.
+The package ``nixl`` contains no library.  On import it reads the CUDA version that torch was built
+for, and imports ``nixl_cu12`` or ``nixl_cu13``, which are packages of their own; without CUDA it
+imports either.  torch's wheels on the public index are built for CUDA and run without a GPU, so an
+environment without a GPU needs the fitting build, too.
 
-Nothing is imported here: torch's version file is read, as NIXL itself reads it.
+Nothing is imported here: torch's version file is read, as NIXL does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 TESTED = "1.5.1"
-"""The release that is pinned in requirements.txt; a fresh installation takes this one."""
+"""The release that is pinned in requirements.txt, and that a new installation gets."""
 
 BUILDS = ("nixl-cu12", "nixl-cu13")
 
@@ -27,7 +27,7 @@ _CUDA_LINE = re.compile(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", re.MULTILINE)
 def torch_cuda_major() -> int | None:
     """The major version of the CUDA that the installed torch is built for; None without CUDA.
 
-    Not the version of a driver or a GPU: NIXL chooses by what torch was built for.
+    NIXL chooses by this version, and not by that of a driver or a GPU.
     """
     try:
         spec = importlib.util.find_spec("torch")
@@ -66,11 +66,11 @@ def installed_versions() -> dict[str, str]:
 
 
 def missing_build(installed: Mapping[str, str], cuda_major: int | None) -> str | None:
-    """What pip must install so that NIXL loads, like ``nixl-cu13==1.5.1``; None if it is there.
+    """What pip must install so that NIXL loads, like ``nixl-cu13==1.5.1``; None if it is installed.
 
     Args:
         installed: versions by distribution, of ``nixl`` and its builds at least.
-        cuda_major: see :func:`torch_cuda_major`.
+        cuda_major: from :func:`torch_cuda_major`.
 
     >>> missing_build({"nixl": "1.5.1", "nixl-cu12": "1.5.1"}, 13)
     'nixl-cu13==1.5.1'

@@ -1,11 +1,8 @@
-"""Binding a thread to the GPU whose memory it reads into.
+"""Binds a thread to the GPU whose memory it reads into.
 
-UCX chooses a connection's transports on the thread that makes it.  Where that thread has no
-current CUDA context, UCX leaves ``cuda_ipc`` out, and with it NVLink, without a word: reads
-then go through the host.  A new thread has no context, whatever its process has done on others.
-
-The driver is called by its C interface: ``torch.cuda.set_device`` does nothing where the
-device is the thread's default one, so it would leave GPU 0 unbound.
+UCX chooses a connection's transports on the thread that makes it.  If that thread has no current
+CUDA context, UCX silently leaves out ``cuda_ipc``, and with it NVLink: reads go through the host.
+A new thread has no context, even if other threads of its process have one.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_driver() -> Any:
-    """CUDA's driver; None where there is none, as with AMD's GPUs."""
+    """The CUDA driver; None where there is none, as with AMD GPUs."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -30,14 +27,16 @@ def load_driver() -> Any:
 
 
 def bind_thread(device: Device, load: Callable[[], Any] = load_driver) -> bool:
-    """Make the primary context of ``device``, torch's own, the calling thread's; whether it is.
+    """Make torch's context of ``device``, the primary one, current on this thread; whether it is.
 
     Raises:
         BackendFailure: the driver refuses.
     """
+    # By the driver's C interface: torch.cuda.set_device does nothing for the thread's default
+    # device, so it would leave GPU 0 unbound.
     driver = load()
     if driver is None:
-        _log.warning("pdconn: no CUDA driver, UCX may leave direct GPU transports out")
+        _log.warning("pdconn: no CUDA driver: UCX may not use direct GPU transports")
         return False
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     for call, *arguments in (

@@ -1,14 +1,7 @@
-"""Objects of an S3 bucket through NIXL's OBJ back end: whole objects put, ranges of them read.
+"""Objects of an S3 bucket through NIXL's OBJ back end: writes whole objects, reads ranges of them.
 
-NIXL moves bytes between registered memory and registered object keys, each with a device id of
-its own.  What it leaves to its caller, for one thread:
-
-* A request that hangs cannot be taken back, and goes on to use its memory.  So bytes pass through
-  memory of ours, and what is not over in time keeps it: the caller's is never written late.
-* The client library inside tries ten times, for half a minute where nothing listens and for two
-  where nothing answers.  It is told to try twice.
-* An object that ends early is no error: what it lacks arrives as zeros.
-* Why a request failed is not told: a missing object looks like a server that is down.
+NIXL moves bytes between registered memory and registered object keys, each with a device id of its
+own.  It does not say why a request has failed: a missing object looks like a server that is down.
 """
 
 from __future__ import annotations
@@ -26,24 +19,27 @@ from typing import Any, Literal
 import numpy as np
 
 from transport.errors import BackendFailure, TransportUnavailable
-from transport.nixl.errors import error_classes, mapper
+from transport.nixl.agent_errors import error_classes, mapper
 from transport.nixl.transport import load_library
 
 _BACKEND = "OBJ"
 _NAP_S, _LONGEST_NAP_S = 100e-6, 2e-3
 _AT_ONCE = 4 << 20
-"""Bytes that one connection reads; larger ranges are read by several."""
+"""Bytes that one connection reads; larger ranges are read over several."""
 _LEAST_RATE = 4 << 20
-"""Bytes a second; a transfer that is slower is given up."""
+"""Bytes per second; a slower transfer is given up."""
 _FEW_TRIES = {"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": "2"}
-"""Read by the client library when it is made; the user's own settings come first."""
+"""For the client library, which reads them when it is created; the user's settings take precedence.
+
+By default it tries ten times: for half a minute where nothing listens, for two where nothing
+answers."""
 
 Move = tuple[str, int, int, int]
 """Key, offset in the object, offset in our memory, bytes."""
 
 _environment = threading.Lock()
 _hanging: list[Any] = []
-"""Agents with requests that never ended: letting go of one would wait for them."""
+"""Agents with requests that have not ended: releasing one would wait for them."""
 
 
 class NixlObjects:
@@ -55,7 +51,7 @@ class NixlObjects:
 
     Raises:
         TransportUnavailable: NIXL is missing, or its back end does not load.
-        TransportError: its back end cannot be made.
+        TransportError: its back end cannot be created.
     """
 
     def __init__(self, name: str, options: Mapping[str, str], wait_s: float = 20.0) -> None:
@@ -65,7 +61,7 @@ class NixlObjects:
         self._numbers = itertools.count(1)
         self._memory = mmap.mmap(-1, _AT_ONCE)
         self._stuck: list[_Request] = []
-        # NIXL lists its plugins by their files, and finds out here that one does not load: that of
+        # NIXL lists plugins by their files, so one that does not load fails only here: that of
         # nixl-cu13 1.5.1 needs libcuobjclient.so.1 of NVIDIA's cuObject, which no wheel has.
         unloadable = {"nixlNotFoundError": TransportUnavailable}
         with self._mapped(f"load nixl's plugin {_BACKEND}", unloadable), _few_tries():
@@ -73,11 +69,11 @@ class NixlObjects:
             self._raw: Any = library.api.nixl_agent(name, empty)
             self._raw.create_backend(_BACKEND, dict(options))
 
-    def put(self, key: str, pieces: Sequence[memoryview]) -> None:
-        """Make or replace an object of all pieces, one after another.
+    def put_object(self, key: str, pieces: Sequence[memoryview]) -> None:
+        """Write an object that consists of all pieces, or replace it.
 
         Raises:
-            BackendFailure: it is not known to be there.
+            BackendFailure: it may not have been written.
         """
         nbytes = sum(map(len, pieces))
         memory = self._room(nbytes)
@@ -87,13 +83,14 @@ class NixlObjects:
             at += len(piece)
         self._transfer("WRITE", [(key, 0, 0, nbytes)])
 
-    def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
+    def read_ranges(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
         """Fill each buffer from its offset in an object.
 
         Raises:
-            BackendFailure: an object is missing, or could not be read in time.
+            BackendFailure: an object is missing, or was not read in time.
         """
         memory = self._room(sum(len(into) for _, _, into in reads))
+        # NIXL reports no error for an object that is too short: the rest would be old bytes.
         ctypes.memset(_address(self._memory), 0, len(memory))
         self._transfer("READ", _moves(reads))
         at = 0
@@ -102,7 +99,7 @@ class NixlObjects:
             at += len(into)
 
     def close(self) -> None:
-        """Let the agent go, unless requests of it still hang."""
+        """Release the agent, unless it has requests that hang."""
         self._stuck = [request for request in self._stuck if not self._is_over(request)]
         if self._stuck:
             _hanging.append((self._raw, self._stuck))
@@ -119,6 +116,8 @@ class NixlObjects:
         if self._raw is None:
             raise BackendFailure("expected an open agent, got one that was closed")
         self._stuck = [request for request in self._stuck if not self._is_over(request)]
+        # A request that hangs cannot be cancelled and goes on using its memory.  So bytes go
+        # through memory of ours, which a request keeps if it does not end in time.
         base = _address(self._memory)
         memory = [(base + at, nbytes, 0, "") for _, _, at, nbytes in moves]
         objects = [(start, nbytes, next(self._numbers), key) for key, start, _, nbytes in moves]
@@ -135,7 +134,7 @@ class NixlObjects:
                 nbytes = sum(move[3] for move in moves)
                 is_over = self._wait(request, self._wait_s + nbytes / _LEAST_RATE)
             except BaseException:
-                is_over = True  # NIXL answers only when all of a request's parts have ended
+                is_over = True  # NIXL returns an error only when all parts of a request have ended
                 raise
             finally:
                 if is_over:
@@ -146,10 +145,10 @@ class NixlObjects:
             raise BackendFailure(f"{kind.lower()} {moves[0][0]}: no answer in {self._wait_s:.0f} s")
 
     def _wait(self, request: _Request, wait_s: float) -> bool:
-        """Whether the request ended well, in time.
+        """Whether the request has succeeded in time.
 
         Raises:
-            BackendFailure: it ended otherwise.
+            BackendFailure: it has failed.
         """
         until = time.monotonic() + wait_s
         nap_s = _NAP_S
@@ -165,13 +164,13 @@ class NixlObjects:
         return True
 
     def _is_over(self, request: _Request) -> bool:
-        """Whether a request that was given up has ended; it is let go then."""
+        """Whether a request that was given up has ended; it is released then."""
         try:
             with self._mapped("look at a request"):
                 if self._raw.check_xfer_state(request.handle) == "PROC":
                     return False
         except BackendFailure:
-            pass  # ended, and failed
+            pass  # it has failed
         self._release(request)
         return True
 
@@ -183,7 +182,7 @@ class NixlObjects:
 
 
 def _moves(reads: Sequence[tuple[str, int, memoryview]]) -> list[Move]:
-    """Reads into memory one after another: neighbours of an object joined, large ones cut."""
+    """Moves for ``reads``, to consecutive memory: neighbours joined, large ones cut."""
     moves: list[Move] = []
     at = 0
     for key, offset, into in reads:
@@ -200,7 +199,7 @@ def _moves(reads: Sequence[tuple[str, int, memoryview]]) -> list[Move]:
 
 
 class _Request:
-    """What is registered for one transfer, and the memory that it uses."""
+    """The regions and the memory of one transfer."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory

@@ -1,8 +1,7 @@
-"""Which transports UCX may use in this process.  NIXL cannot be asked; UCX can, in C.
+"""Which transports UCX may use in this process, which NIXL does not report.
 
-A context of our own is opened for a moment, of the very library and with the very settings that
-NIXL's has, and prints what it found.  What UCX then chooses for a connection it prints itself at
-DEBUG (``transport.nixl.options``).
+A context of our own, of the same library and with the same settings as NIXL's, prints them.  The
+transports of each connection are printed by UCX at DEBUG (``transport.nixl.agent_options``).
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from transport.nixl.options import settings_of, ucx_library
+from transport.nixl.agent_options import settings_of, ucx_library
 
 _FEATURES_FIELD, _RMA = 1, 2
 _PARAMS_WORDS = 64
-"""Of ``ucp_params_t``, of which the first two are used; more than any version of UCX has."""
+"""Words of ``ucp_params_t``: more than any version of UCX has; the first two are used."""
 
 _RESOURCE = "flags "
 
 
 def possible_transports(ucx: Mapping[str, str], net_devices: Sequence[str] = ()) -> tuple[str, ...]:
-    """Transports and devices, like ``tcp/eth0``; empty where UCX cannot be asked.
+    """Transports and devices, like ``tcp/eth0``; empty where UCX does not report them.
 
     Args:
         ucx: the parameters of NIXL's UCX backend.
-        net_devices: the network devices that it was restricted to, see ``restricted_to``.
+        net_devices: the network devices that it is restricted to (``restricted_to``).
     """
     library = ucx_library()
     if library is None:
@@ -37,7 +36,7 @@ def possible_transports(ucx: Mapping[str, str], net_devices: Sequence[str] = ())
 
 
 def parse(printed: str) -> tuple[str, ...]:
-    """The resources in what UCX prints of a context.
+    """The resources in UCX's description of a context.
 
     >>> parse("#      resource 1  :  md 1  dev 1  flags -- tcp/eth0")
     ('tcp/eth0',)

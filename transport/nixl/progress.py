@@ -1,21 +1,15 @@
-"""NIXL's progress thread: at rest between events, or driven at full speed while reads need it.
+"""NIXL's progress thread: sleeps between events, or spins while reads need it.
 
-Over TCP a read moves only while threads work on both sides, and a thread that sleeps between
-events loses most of the time to waking up: on virtual machines the reader gets half of what
-one that spins gets.  One that always spins takes a core for nothing, and over shared memory
-it is slower as well, since ``post`` copies there.  NIXL fixes the thread's pace when the agent
-is made.  What can be changed is what it waits for: it polls the event descriptor of UCX's
-worker, an epoll set, to which UCX lets a user add descriptors of its own (the documentation of
-``ucp_worker_get_efd`` and of ``UCP_WORKER_PARAM_FIELD_EVENT_FD``).  An eventfd in that set
-keeps the thread awake for as long as it is readable; neither Python's interpreter lock nor
-any thread of ours takes part.
+Over TCP a read moves only while threads work on both sides, and a thread that sleeps between events
+loses most of the time to waking up: on virtual machines the reader gets half of the throughput of a
+thread that spins.  A thread that always spins wastes a core, and is slower over shared memory.
 
-NIXL does not name the descriptor.  It is the one epoll set that starting the backend left
-behind in which UCX keeps no data beside the descriptors, as ``/proc/self/fdinfo`` shows; that
-the right one was found is seen from the thread, which must then use its core.  Where any of
-this fails the thread rests, as NIXL has it.
+NIXL fixes the delay of the thread when it creates the agent.  But the thread polls the event
+descriptor of UCX's worker, an epoll set to which users may add descriptors (the documentation of
+``ucp_worker_get_efd`` and of ``UCP_WORKER_PARAM_FIELD_EVENT_FD``).  An eventfd in that set keeps
+the thread awake as long as it is readable, without the interpreter lock or a thread of ours.
 
-Only a thread of the *reader* is driven.  The lender's is kept busy by what it sends: on two cores
+Only the thread of the *reader* is driven.  The lender's is busy with what it sends: on two cores
 driving it as well was slower more often than faster (``docs/benchmarks.md``).
 """
 
@@ -35,12 +29,12 @@ _log = logging.getLogger(__name__)
 
 DRIVE_AFTER_S = 0.01
 """How long reads are in flight before the thread is driven.  Shorter ones gain two milliseconds at
-most, and where another process computes on that core, say the lender, the thread is in its way
-before that can be seen: on two cores hand-overs of 30 ms took 85."""
+most, and where another process, such as the lender, computes on that core, the thread delays it
+before that can be measured: on two cores hand-overs of 30 ms took 85."""
 
 DRIVE_S = 0.5
-"""How long the thread is driven after a read was posted or has ended.  A peer that hangs, or a
-link so slow that nothing ends for so long, takes no core for longer."""
+"""How long the thread is driven after a read was posted or has ended.  A peer that hangs, or a very
+slow link, occupies no core for longer."""
 
 POLL_PAUSE_S = 0.001
 """Between polls while the thread is driven: a poll holds UCX's lock, which the thread needs."""
@@ -52,68 +46,70 @@ _AWAKE = 0.25
 _LOOK_S = 0.01
 _WEIGHT = 0.25
 _CROWDED = 0.3
-"""A thread that is driven and waits for a core for so much of the time, on average over the last
-looks, is in somebody's way, a model's or the lender's.  Alone on two cores it waits for 0.01 of the
-median look and 0.5 of one in ten; beside a model and a lender on one of them, for 0.5 of most."""
+"""A driven thread that waits for a core for this share of the time, on average over the last looks,
+delays another one, of a model or of the lender.  Alone on two cores it waits for 0.01 of the median
+look and 0.5 of one in ten; beside a model and a lender on one core, for 0.5 of most."""
 
 BACK_OFF_S = 1.0
 _MOST_BACK_OFF_S = 16.0
-"""How long it rests then; longer each time that it was in the way again."""
+"""How long it is not driven then; longer each time that it delays another thread again."""
 
 _CALM = 5
-"""Looks in a row, at the end of reads, after which it was in nobody's way."""
+"""Looks without delaying another thread after which the back-off starts again."""
 
 _PROC = Path("/proc/self")
 
 
 class Drivable(Protocol):
-    """A progress thread that can be kept awake."""
+    """A progress thread that can be kept awake (:class:`ProgressThread`)."""
 
     def drive(self) -> None: ...
 
-    def rest(self) -> None: ...
+    def stop_driving(self) -> None: ...
 
-    def waited_s(self) -> float: ...
+    def core_wait_s(self) -> float: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """Threads and epoll sets of this process, to tell which ones a backend has made."""
+    """Threads and epoll sets of this process, to find those that a backend creates."""
 
     threads: frozenset[int]
     epoll_sets: frozenset[int]
 
     @classmethod
     def now(cls, proc: Path = _PROC) -> ProcessState:
-        """As ``/proc`` has it; empty where there is none."""
+        """The present state, from ``/proc``; empty where there is none."""
         return cls(frozenset(_numbers(proc / "task")), frozenset(_epoll_sets(proc)))
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvents:
-    """What a UCX backend left in this process: its worker's event descriptor, and its threads."""
+    """What a UCX backend has created: its worker's event descriptor, and its threads."""
 
     descriptors: tuple[int, ...]
     threads: tuple[int, ...]
 
     @classmethod
     def made_since(cls, before: ProcessState, proc: Path = _PROC) -> WorkerEvents:
-        """Find them, right after the backend was started; all descriptors that could be it."""
+        """Find them, right after the backend was started; descriptors: all that may be it."""
+        # NIXL does not name the descriptor.  It is the new epoll set in which UCX keeps no data
+        # beside the descriptors.
         made = [number for number in _epoll_sets(proc) if number not in before.epoll_sets]
         found = tuple(number for number in made if _is_without_data(number, proc))
         return cls(found, tuple(set(_numbers(proc / "task")) - before.threads))
 
 
 class ProgressThread:
-    """The progress thread of a UCX backend, tried for a moment.
+    """The progress thread of a UCX backend, which is driven once for ``_TRIAL_S`` as a test.
 
     Args:
-        cores: that the thread may run on while it is driven; empty leaves it where it is.
+        cores: that the thread may run on while it is driven; empty: as at rest.
 
     Raises:
-        OSError: its descriptor is not known, or it cannot be kept awake.
+        OSError: its descriptor is unknown, or it cannot be kept awake.
     """
 
     def __init__(self, worker: WorkerEvents, cores: Iterable[int] = ()) -> None:
@@ -124,7 +120,7 @@ class ProgressThread:
         self._cores: tuple[set[int], set[int]] | None = None
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._events = select.epoll.fromfd(os.dup(worker.descriptors[0]))  # closes what it gets
+            self._events = select.epoll.fromfd(os.dup(worker.descriptors[0]))  # closes its argument
         except OSError:
             os.close(self._awake)
             raise
@@ -133,7 +129,7 @@ class ProgressThread:
             self._thread = self._try(worker.threads)
             if cores:
                 at_rest = os.sched_getaffinity(self._thread)
-                os.sched_setaffinity(self._thread, set(cores))  # raises if there are none of these
+                os.sched_setaffinity(self._thread, set(cores))  # raises if none of them exists
                 os.sched_setaffinity(self._thread, at_rest)
                 self._cores = at_rest, set(cores)
         except OSError:
@@ -141,43 +137,44 @@ class ProgressThread:
             raise
 
     def drive(self) -> None:
-        """Let the thread spin; harmless while it does."""
+        """Make the thread spin.  Idempotent."""
         if not self._is_driven:
             self._is_driven = True
             self._bind()
             os.eventfd_write(self._awake, 1)
 
-    def rest(self) -> None:
-        """Let the thread sleep between events; harmless while it does."""
+    def stop_driving(self) -> None:
+        """Let the thread sleep between events again.  Idempotent."""
         if self._is_driven:
             self._is_driven = False
             os.eventfd_read(self._awake)
             self._bind()
 
     def _bind(self) -> None:
-        """Keep a thread that spins off the model's cores; one that rests may wake up on any."""
+        """Keep a spinning thread off the model's cores; at rest it may wake up on any."""
         if self._cores is not None:
-            with contextlib.suppress(OSError):  # the machine's cores have changed
+            with contextlib.suppress(OSError):  # cores were taken offline
                 os.sched_setaffinity(self._thread, self._cores[self._is_driven])
 
-    def waited_s(self) -> float:
-        """Seconds that the thread was able to run and had no core, since it began."""
+    def core_wait_s(self) -> float:
+        """Seconds that the thread has waited for a core since it started."""
         return _ran_and_waited(self._thread)[1]
 
     def close(self) -> None:
-        """Leave the thread at rest; it must not have ended yet, or another descriptor is meant."""
-        self.rest()
+        """Leave the thread at rest.  It must not have ended, or its descriptor may be another's."""
+        self.stop_driving()
         with contextlib.suppress(OSError):
             self._events.unregister(self._awake)
         self._events.close()
         os.close(self._awake)
 
     def _try(self, threads: Iterable[int]) -> int:
-        """Drive it for a moment; returns the thread that was awake."""
+        """Drive the thread for ``_TRIAL_S``; returns the thread that was awake."""
+        # This proves that the descriptor is the right one.
         before = {thread: sum(_ran_and_waited(thread)) for thread in threads}
         self.drive()
         time.sleep(_TRIAL_S)
-        self.rest()
+        self.stop_driving()
         awake = {thread: sum(_ran_and_waited(thread)) - before[thread] for thread in threads}
         thread = max(awake, key=awake.__getitem__, default=0)
         if not thread or awake[thread] < _AWAKE * _TRIAL_S:
@@ -188,11 +185,11 @@ class ProgressThread:
 
 @dataclass(slots=True)
 class AdaptiveProgress:
-    """Drives ``thread`` while reads need it, and for no longer; used by one thread at a time.
+    """Drives ``thread`` while reads need it; used by one thread at a time.
 
     Args:
-        thread: None rests always.
-        why: what is said of it in logs.
+        thread: None: it is never driven.
+        why: for logs.
     """
 
     thread: Drivable | None
@@ -213,12 +210,12 @@ class AdaptiveProgress:
         return POLL_PAUSE_S if self._drives else 0.0
 
     def moved(self) -> None:
-        """A read was posted and is in flight, or one has ended."""
+        """Record that a read was posted and is in flight, or that one has ended."""
         if self.thread is not None:
             self._until = self.clock() + DRIVE_S
 
     def update(self, in_flight: int) -> None:
-        """Drive or rest, as ``in_flight`` reads need it and cores allow it now."""
+        """Drive the thread or let it sleep, as ``in_flight`` reads need it and cores allow it."""
         if not in_flight:
             self._busy_since = None
         if self.thread is None or not (in_flight or self._drives):
@@ -230,15 +227,15 @@ class AdaptiveProgress:
         if wanted != self._drives:
             self._drives = wanted
             if wanted:
-                self._looked, self._looks = (now, self.thread.waited_s()), 0
+                self._looked, self._looks = (now, self.thread.core_wait_s()), 0
                 self.thread.drive()
             else:
-                self.thread.rest()
+                self.thread.stop_driving()
                 if now >= self._not_before and self._looks >= _CALM:
                     self._back_off_s = BACK_OFF_S
 
     def _may_drive(self, now: float) -> bool:
-        """Whether reads have been in flight for long, still move, and crowd nobody."""
+        """Whether reads have been in flight for long, still move, and no back-off is in force."""
         if self._busy_since is None:
             self._busy_since = now
         begin = max(self._not_before, self._busy_since + DRIVE_AFTER_S)
@@ -247,7 +244,7 @@ class AdaptiveProgress:
     def _look_for_others(self, now: float) -> None:
         """Back off if the thread keeps waiting for its core."""
         assert self.thread is not None
-        (since, before), waited = self._looked, self.thread.waited_s()
+        (since, before), waited = self._looked, self.thread.core_wait_s()
         share = (waited - before) / (now - since)
         self._waiting += _WEIGHT * (share - self._waiting)
         self._looked = now, waited
@@ -258,7 +255,7 @@ class AdaptiveProgress:
             self._waiting = 0.0
 
     def close(self) -> None:
-        """Let the thread go, at rest; must precede the end of the agent."""
+        """Leave the thread at rest.  Call it before the agent is closed."""
         if self.thread is not None:
             self.thread.close()
             self.thread, self._drives = None, False
@@ -267,17 +264,17 @@ class AdaptiveProgress:
 def adaptive_progress(
     worker: WorkerEvents, possible: Iterable[str], drive_on: Collection[int] | None
 ) -> AdaptiveProgress:
-    """Drive the thread where reads need it and a core is left for it.
+    """Drives the thread where reads need it and a core is left for it.
 
     Args:
         possible: UCX's transports and devices, like ``tcp/eth0``; empty where unknown.
-        drive_on: cores for the thread; empty for none, None for any, if there are two.
+        drive_on: cores for the thread; empty: none; None: any, if there are two.
     """
     needed = reads_need_progress(possible)
     if needed is None:
         return AdaptiveProgress(None, "rests: UCX cannot be asked for its transports")
     if not needed:
-        return AdaptiveProgress(None, "rests: UCX reads without it (no TCP, or RDMA beside it)")
+        return AdaptiveProgress(None, "rests: UCX reads without it (no TCP, or RDMA besides)")
     if drive_on is None and len(os.sched_getaffinity(0)) < 2:
         return AdaptiveProgress(None, "rests: this process has a single core")
     if drive_on is not None and not drive_on:
@@ -291,7 +288,7 @@ def adaptive_progress(
 
 
 def reads_need_progress(possible: Iterable[str]) -> bool | None:
-    """Whether a read that is in flight needs threads to move: over TCP, but not over RDMA.
+    """Whether a read in flight needs threads to move: over TCP, but not over RDMA.
 
     Args:
         possible: UCX's transports and devices, like ``tcp/eth0``; empty where unknown.
@@ -314,7 +311,7 @@ _RDMA = ("rc", "dc", "ud", "srd", "gga", "efa")
 
 
 def _is_without_data(epoll_set: int, proc: Path) -> bool:
-    """Whether it watches something, and keeps the same empty data with all of it.
+    """Whether an epoll set has descriptors, all of them with empty data.
 
     A line of ``fdinfo`` reads ``tfd: 11 events: 19 data: 0 pos:0 …`` (proc(5)).
     """
@@ -340,9 +337,9 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _ran_and_waited(thread: int) -> tuple[float, float]:
-    """Seconds that a thread of this process ran, and that it waited for a core.
+    """Seconds that a thread of this process has run, and has waited for a core.
 
-    Both are 0 for one that has ended.  See ``schedstat`` in proc(5).
+    Both are 0 for a thread that has ended (``schedstat`` in proc(5)).
     """
     try:
         ran, waited, _ = (

@@ -1,18 +1,18 @@
 """The transport for real engines: one-sided READs over NIXL, by default over UCX.
 
-``transport.nixl.agent`` wraps NIXL's agent, ``transport.nixl.reads`` decides when a read
-is over.  This module connects and disconnects peers.  NIXL cannot report how a READ ends
-once its peer was removed, so a peer with reads in flight is only marked as leaving, and
-removed with its last read::
+``transport.nixl.agent`` wraps NIXL's agent, ``transport.nixl.agent_reads`` decides when a read has
+settled.  This module connects and disconnects peers.  NIXL cannot report how a READ ends once its
+peer was removed, so a peer with reads in flight is only marked as leaving, and removed with its
+last read::
 
     connect ──► connected ──disconnect, idle──────────► removed
                   ▲   └──disconnect, reads in flight──► leaving ──last read over──► removed
                   └──────────connect again───────────────┘
 
-This protects the lender, too.  Over TCP the lender answers READs in software, and
-UCX 1.23 aborts the *lender's* process when it cannot send such an answer: a
-reader that is killed amid a read over TCP may crash its lender; one that closes
-first does not.  Over CMA or RDMA the lender takes no part and is safe.
+This protects the lender, too.  Over TCP the lender answers READs in software, and UCX 1.23 aborts
+the *lender's* process when it cannot send such an answer: a reader that is killed during a read
+over TCP may crash its lender; a reader that closes first does not.  Over CMA or RDMA the lender
+takes no part.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from transport.errors import (
     TransportError,
     TransportUnavailable,
 )
-from transport.hugepages import CollapseReport, collapse, small_page_warning
+from transport.hugepages import HugePages
 from transport.nixl.agent import Agent, NixlLibrary
-from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
-from transport.nixl.cuda import bind_thread
-from transport.nixl.errors import ChangedConnection
-from transport.nixl.options import (
+from transport.nixl.agent_errors import ChangedConnection
+from transport.nixl.agent_options import (
     backend_params,
     restricted_to,
     ucx_environment,
     ucx_version,
 )
+from transport.nixl.agent_reads import REPOST_S, NixlPeer, Reads
+from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
+from transport.nixl.cuda import bind_thread
 from transport.nixl.possible import possible_transports
 from transport.nixl.progress import ProcessState, WorkerEvents, adaptive_progress
-from transport.nixl.reads import REPOST_S, NixlPeer, Reads
 from transport.regions import Regions
 from transport.types import HOST, Device, Memory, PeerId, ReadId, Settled, Spans
 
@@ -70,7 +70,7 @@ def load_library() -> NixlLibrary:
         import nixl._bindings as bindings
     except (ImportError, OSError) as error:
         missing = missing_build(installed_versions(), torch_cuda_major())
-        remedy = "pdconn doctor looks for the cause"
+        remedy = "run pdconn doctor to find the cause"
         if missing is not None:
             remedy = f"install what is missing: pip install {missing}"
         raise TransportUnavailable(f"nixl cannot be imported: {error}; {remedy}") from error
@@ -82,23 +82,22 @@ def load_library() -> NixlLibrary:
 
 
 class NixlTransport(Transport):
-    """A NIXL agent called ``name`` plus a suffix that differs at every boot.
+    """A NIXL agent with the name ``name`` and a suffix that differs at every boot.
 
     Args:
         backends: NIXL plugins to start.
-        backend_options: parameters per backend, over our defaults, see
-            ``transport.nixl.options``.
+        backend_options: parameters per backend, over our defaults (see ``agent_options``).
         progress_delay_us: how long NIXL's progress thread sleeps when no event
             wakes it, in steps of 1000; at 5000 it costs 1 % of a core.
-        net_devices: network devices that UCX is restricted to, as it names them; any by default.
-        drive_on: cores that NIXL's progress thread may keep busy while reads over TCP are in
-            flight, and runs on; empty lets it rest always; None is any core, if there are two.
+        net_devices: network devices that UCX is restricted to, by UCX's names; any by default.
+        drive_on: cores that NIXL's progress thread may occupy while reads over TCP are in
+            flight; empty: none; None: any core, if there are two.
         huge_pages: back host memory with huge pages before it is registered,
             for at most ``huge_page_s`` seconds over the transport's life.
         close_wait_s: how long ``close`` waits for reads in flight.
-        repost_s: how long to wait before a read that NIXL took only in part is posted again.
+        repost_s: how long to wait before a read that NIXL has accepted in part is posted again.
         boot: the suffix; random by default.
-        bind: makes a GPU the calling thread's, for threads that connect or read.
+        bind: binds the calling thread, which connects or reads, to a GPU.
 
     Raises:
         TransportUnavailable: nixl or one of the backends cannot be used here.
@@ -148,9 +147,7 @@ class NixlTransport(Transport):
         self._reads = Reads(self._agent, self._registered, time.perf_counter, repost_s=repost_s)
         self._peers: dict[PeerId, NixlPeer] = {}
         self._leaving: dict[PeerId, NixlPeer] = {}
-        self._huge_page_s = huge_page_s if huge_pages else 0.0
-        self._may_warn = huge_pages
-        self._collapsed: list[CollapseReport] = []
+        self._huge_pages = HugePages(huge_pages, huge_page_s)
         self._close_wait_s = close_wait_s
         self._state = "open"
 
@@ -160,7 +157,7 @@ class NixlTransport(Transport):
 
     @property
     def peer_id(self) -> PeerId:
-        """What peers call this transport: its agent's name."""
+        """The name by which peers know this transport: its agent's."""
         return PeerId(self._agent.name)
 
     def register(self, memories: Sequence[Memory]) -> None:
@@ -169,27 +166,27 @@ class NixlTransport(Transport):
         done = 0
         try:
             for memory in memories:
-                self._collapse(memory)
-                self._agent.register(memory)
+                self._huge_pages.back_memory(memory)
+                self._agent.register_memory(memory)
                 done += 1
         except TransportError:
             for _ in range(done):
                 self._agent.unregister_newest()
             raise
-        self._registered.add(memories)
-        self._warn_of_small_pages()
+        self._registered.add_memories(memories)
+        self._huge_pages.warn_of_small_pages(list(self._registered), self._agent.name)
 
     def address(self) -> bytes:
         self._check_open()
         return pack(_BACKEND, self._agent.name, self._agent.metadata())
 
     def connect(self, address: bytes) -> PeerId:
-        """As ``Transport.connect``; also takes a newer address of a known peer, or of its restart.
+        """Make the peer at ``address`` readable; a newer address of a known peer replaces the old.
 
         Raises:
             BadAddress: the bytes are not the address of another NIXL agent that we can reach.
-            BackendFailure: the peer was restarted under its old name, and reads from
-                before can still write; connect again once they have settled.
+            BackendFailure: the peer was restarted under its old name, and earlier reads can still
+                write; connect again once they have settled.
         """
         self._check_open()
         envelope = unpack(_BACKEND, address)
@@ -209,7 +206,7 @@ class NixlTransport(Transport):
         return peer_id
 
     def disconnect(self, peer: PeerId) -> None:
-        """As ``Transport.disconnect``; reads in flight settle once they can write no more."""
+        """Forget a peer; its reads in flight settle once they can write no more."""
         theirs = self._peers.pop(peer, None)
         if theirs is not None:
             self._leaving[peer] = theirs
@@ -223,17 +220,17 @@ class NixlTransport(Transport):
             raise PeerUnknown(f"{peer} is not connected to {self._agent.name}")
         if spans.local_device.kind == "cuda":
             self._bind_thread()
-        return self._reads.start(self._peers[peer], spans)
+        return self._reads.start_read(self._peers[peer], spans)
 
     def poll(self, read: ReadId) -> Settled | None:
-        settled = self._reads.poll(read)
+        settled = self._reads.poll_read(read)
         if self._leaving:
             self._remove_left()
         return settled
 
     @property
     def poll_pause_s(self) -> float:
-        """As ``Transport.poll_pause_s``."""
+        """The least pause between polls that does not slow down NIXL's progress thread."""
         return self._reads.progress.poll_pause_s
 
     def describe(self) -> dict[str, str]:
@@ -242,7 +239,7 @@ class NixlTransport(Transport):
             "agent": self._agent.name,
             "nixl": self._library.version,
             "ucx": ucx_version(),
-            "huge_pages": self._huge_pages(),
+            "huge_pages": self._huge_pages.describe_backing(self._registered),
             "progress": self._reads.progress.why,
             **{key: str(value) for key, value in self._settings.items()},
         }
@@ -253,12 +250,11 @@ class NixlTransport(Transport):
         return {**facts, **ucx_environment()}
 
     def close(self) -> None:
-        """As ``Transport.close``: disconnects from all peers and waits for reads in flight.
+        """Disconnect from all peers, wait for reads in flight, release everything.
 
         Raises:
-            BackendFailure: reads can still write after ``close_wait_s``.  Memory
-                stays registered and must stay allocated; reads can be polled,
-                and ``close`` called again.
+            BackendFailure: reads can still write after ``close_wait_s``.  Memory stays registered
+                and must stay allocated; reads can be polled, and ``close`` called again.
         """
         if self._state == "closed":
             return
@@ -276,13 +272,13 @@ class NixlTransport(Transport):
                 f"{self._agent.name}: {len(self._reads)} reads from {', '.join(self._leaving)} "
                 f"can still write after {self._close_wait_s} s; memory stays registered"
             )
-        self._reads.clear()
+        self._reads.forget_settled()
         self._reads.progress.close()
         self._agent.close()
         self._state = "closed"
 
     def _bind_thread(self) -> None:
-        """Bind this thread to the GPU whose memory is registered, if it is not yet."""
+        """Bind this thread to the GPU whose memory is registered, unless it is bound."""
         device = next((memory.device for memory in self._registered if memory.device != HOST), None)
         thread = threading.get_ident()
         if device is not None and self._bound != (thread, device):
@@ -292,7 +288,7 @@ class NixlTransport(Transport):
             _log.info("pdconn: bound to %s: thread=%s agent=%s", device, name, self._agent.name)
 
     def _log_transports(self) -> None:
-        """Say once what UCX may choose from, on the thread that connects."""
+        """Log once which transports UCX may use; called on the thread that connects."""
         if self._has_connected or "UCX" not in self._params:
             return
         self._has_connected = True
@@ -304,33 +300,13 @@ class NixlTransport(Transport):
         on_gpu = any(memory.device != HOST for memory in self._registered)
         if on_gpu and found and not any(one.startswith("cuda_ipc/") for one in found):
             _log.warning(
-                "pdconn: UCX has no cuda_ipc here: between GPUs of one host no NVLink is used "
+                "pdconn: UCX has no cuda_ipc here: NVLink is not used between GPUs of one host "
                 "agent=%s",
                 name,
             )
 
-    def _collapse(self, memory: Memory) -> None:
-        if memory.device.kind == "cpu" and self._huge_page_s > 0:
-            report = collapse(memory, max_seconds=self._huge_page_s)
-            self._huge_page_s -= report.seconds
-            self._collapsed.append(report)
-
-    def _warn_of_small_pages(self) -> None:
-        """Warn once: memory is registered early, and its pages do not change by themselves."""
-        if self._may_warn:
-            reasons = (report.reason for report in self._collapsed)
-            text = small_page_warning(list(self._registered), reasons)
-            self._may_warn = text is None
-            if text is not None:
-                _log.warning("pdconn: %s agent=%s", text, self._agent.name)
-
-    def _huge_pages(self) -> str:
-        done = sum(report.collapsed_bytes for report in self._collapsed)
-        of = sum(memory.nbytes for memory in self._registered if memory.device.kind == "cpu")
-        return f"{done} of {of} bytes of host memory"
-
     def _learn(self, known: NixlPeer | None, peer_id: PeerId, metadata: bytes) -> NixlPeer:
-        """Load the metadata of a new peer, of one that registered more, or of a restarted one."""
+        """Load the metadata of a new, a restarted, or a known peer that has registered more."""
         try:
             self._load(peer_id, metadata)
         except ChangedConnection:
@@ -346,10 +322,10 @@ class NixlTransport(Transport):
         return known
 
     def _load(self, peer: PeerId, metadata: bytes) -> None:
-        loaded = self._agent.add(metadata)
+        loaded = self._agent.add_peer(metadata)
         if loaded != peer:
             if loaded not in self._peers and loaded not in self._leaving:
-                self._agent.remove(loaded)
+                self._agent.remove_peer(loaded)
             raise BadAddress(f"address of {peer!r} holds metadata of {loaded!r}")
 
     def _forget(self, peer: NixlPeer) -> None:
@@ -361,12 +337,12 @@ class NixlTransport(Transport):
             )
         self._peers.pop(peer.id, None)
         self._leaving.pop(peer.id, None)
-        self._agent.remove(peer.id)
+        self._agent.remove_peer(peer.id)
 
     def _remove_left(self) -> None:
         for peer in [peer for peer in self._leaving.values() if not peer.reads]:
             del self._leaving[peer.id]
-            self._agent.remove(peer.id)
+            self._agent.remove_peer(peer.id)
 
     def _check_open(self) -> None:
         if self._state != "open":

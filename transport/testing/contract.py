@@ -10,12 +10,11 @@ connected to a lender, with an arena of bytes on each side::
             ...
             yield Rig(reader, peer, lender_address, arena, lender_memory)
 
-Only the middle of an arena is registered; the guards around it are ordinary
-memory where nothing may be read or written.  Every test looks at the whole
-arena, guards included, so a transport that writes one byte too many fails.
+Only the middle of an arena is registered; nothing may be read or written in the guards around it.
+Every test compares the whole arena, guards included, so a transport that writes one byte too many
+fails.
 
-Tests that a rig does not support (its lender can neither be paused nor killed) are
-skipped.
+Tests that a rig does not support (its lender can neither be paused nor killed) are skipped.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ __all__ = [
 
 
 class ReadingContract:
-    """What a read does, and what it leaves unchanged."""
+    """What a read writes, and that it changes nothing else."""
 
     def test_bytes_arrive_exactly_and_nothing_else_changes(self, rig: Rig) -> None:
         rig.check_read((64, 4096, 1000))
@@ -81,7 +80,7 @@ class ReadingContract:
         assert settled is not None
         assert settled.ok
         assert settled.stats.nbytes == 0
-        rig.check()
+        rig.check_arena()
 
     def test_merging_neighbours_changes_nothing(self, rig: Rig) -> None:
         runs = [(i * 512, 8192 + i * 512, 512) for i in range(100)]
@@ -90,14 +89,14 @@ class ReadingContract:
         for attempt in (spans, spans.coalesced()):
             rig.arena.bytes[:] = BLANK
             assert rig.finish(rig.reader.read(rig.peer, attempt)).ok
-            rig.check(*runs)
+            rig.check_arena(*runs)
 
     def test_many_reads_at_once_keep_apart(self, rig: Rig) -> None:
         runs = scattered(64, seed=2)
         reads = [rig.reader.read(rig.peer, rig.spans(run)) for run in runs]
         assert len(set(reads)) == len(reads)
         assert all(rig.finish(read).ok for read in reversed(reads))
-        rig.check(*runs)
+        rig.check_arena(*runs)
 
     def test_stats_count_what_was_asked(self, rig: Rig) -> None:
         runs = scattered(16, seed=3)
@@ -119,7 +118,7 @@ class ReadingContract:
 
 
 class BoundsContract:
-    """What lies outside registered memory is neither read nor written."""
+    """Nothing outside registered memory is read or written."""
 
     def test_local_runs_stay_inside_registered_memory(self, rig: Rig) -> None:
         outside = [(-64, 0, 64), (ARENA_BYTES, 0, 64), (ARENA_BYTES - 1, 0, 2), (-1, 0, 2)]
@@ -153,7 +152,7 @@ class BoundsContract:
             read = rig.reader.read(rig.peer, rig.spans((0, 0, 32), run))
             settled = rig.finish(read)
             assert isinstance(settled.error, OutOfBounds), f"{run}: {settled}"
-            rig.check()
+            rig.check_arena()
 
 
 class PeerContract:
@@ -198,7 +197,7 @@ class EndingContract:
     """Closing, and peers that stall or die."""
 
     quiet_s = 0.3
-    """How long a test watches that something does not happen."""
+    """How long a test observes that nothing happens."""
 
     def test_closing_twice_is_harmless(self, rig: Rig) -> None:
         rig.check_read((0, 0, 64))
@@ -228,10 +227,10 @@ class EndingContract:
         pause()
         read = rig.reader.read(rig.peer, rig.spans((4096, 0, 4096)))
         self._stays_pending(rig, read)
-        rig.check((0, 0, 64))
+        rig.check_arena((0, 0, 64))
         resume()
         assert rig.finish(read).ok
-        rig.check((0, 0, 64), (4096, 0, 4096))
+        rig.check_arena((0, 0, 64), (4096, 0, 4096))
 
     def test_disconnecting_settles_no_read_that_can_still_write(self, rig: Rig) -> None:
         pause, resume = _stalling(rig)
@@ -270,7 +269,7 @@ class EndingContract:
         for _ in range(3):
             settled = rig.finish(rig.reader.read(rig.peer, rig.spans((64, 64, 64))))
             assert isinstance(settled.error, PeerLost), settled
-        rig.check((0, 0, 64))
+        rig.check_arena((0, 0, 64))
         rig.reader.disconnect(rig.peer)
 
     def test_stalled_reads_settle_as_lost_when_their_peer_dies(self, rig: Rig) -> None:
@@ -283,13 +282,13 @@ class EndingContract:
         for read in reads:
             settled = rig.finish(read)
             assert isinstance(settled.error, PeerLost), settled
-        rig.check((0, 0, 64))
+        rig.check_arena((0, 0, 64))
 
     def _nothing_is_written_later(self, rig: Rig, resume: Callable[[], None]) -> None:
         rig.arena.bytes[:] = BLANK
         resume()
         time.sleep(self.quiet_s)
-        rig.check()
+        rig.check_arena()
 
     def _stays_pending(self, rig: Rig, read: ReadId) -> None:
         until = time.monotonic() + self.quiet_s

@@ -3,8 +3,8 @@
     guard │ registered memory                 │ guard
     EE EE │ pattern (lender) or EE EE (reader)│ EE EE
 
-The lender may be anywhere: the tests know the pattern that its memory holds, so they
-need no second way to fetch its bytes.
+The lender may be anywhere: the tests know the pattern in its memory, so they need not fetch its
+bytes by other means.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTLE_S = 20.0
 
 
 def pattern(nbytes: int) -> Bytes:
-    """The bytes that a lender's registered memory holds: no two runs are alike."""
+    """The bytes in a lender's registered memory; no two runs are equal."""
     return np.random.default_rng(7).integers(0, 200, nbytes, dtype=np.uint8)
 
 
@@ -66,9 +66,8 @@ class Arena:
 class Rig:
     """A reader, connected to ``peer`` at ``address``; ``remote`` is memory that the peer lends.
 
-    ``remote`` is the middle of an ``Arena.patterned()``, in whatever process.
-    After ``pause`` no read may settle before ``resume``; ``kill`` ends the peer as a
-    crash would.  None means that this rig cannot do it.
+    ``remote`` is the middle of an ``Arena.patterned()``, in any process.  After ``pause`` no read
+    may settle before ``resume``; ``kill`` ends the peer like a crash.  None: not supported.
     """
 
     reader: Transport
@@ -100,7 +99,7 @@ class Rig:
             time.sleep(0.0005)
         return settled
 
-    def check(self, *runs: tuple[int, int, int]) -> None:
+    def check_arena(self, *runs: tuple[int, int, int]) -> None:
         """Assert that exactly ``runs`` were copied into the arena."""
         expected, source = Arena.blank().bytes, pattern(ARENA_BYTES)
         for local, remote, nbytes in runs:
@@ -115,7 +114,7 @@ class Rig:
         """Read ``runs``; assert that they arrived, and nothing else."""
         settled = self.finish(self.reader.read(self.peer, self.spans(*runs)))
         assert settled.ok, settled.error
-        self.check(*runs)
+        self.check_arena(*runs)
         return settled
 
 

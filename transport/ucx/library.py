@@ -1,16 +1,7 @@
-"""UCXX, imported late, with its settings and exceptions kept at this edge.
+"""UCXX, imported late, with its settings and exceptions.
 
-Three oddities of ucxx 0.52 are dealt with here:
-
-* Its loader loads the UCX of its wheels only if ``librmm`` is there as well, a
-  CUDA package that moving host memory does not need.  So UCX is loaded first.
-* Importing it sets UCX variables in this process's environment, which NIXL's
-  own UCX beside it and every child process would inherit.  They are removed again;
-  our settings are passed to our context alone.
-* All of its failures derive from one class, ``UCXError``.
-
-UCX takes a setting from, in this order: the environment (``UCX_…``), the user's
-options, ours.  ``FIXED`` can be changed by neither, as safety rests on it.
+UCX takes a setting from the environment (``UCX_…``), else from the user's options, else from ours.
+``FIXED`` cannot be changed, since safety depends on it.
 """
 
 from __future__ import annotations
@@ -30,33 +21,31 @@ DEFAULTS = {
     "TCP_RX_SEG_SIZE": "1M",
     "TCP_MAX_IOV": "256",
 }
-"""All of UCX's transports but those over shared memory.
+"""``TLS``: all of UCX's transports but those over shared memory.  With handling of peer failures
+enabled, which we need, UCX leaves out most of them; through CMA a *lender* may write into the
+reader's memory, which closing the reader's connection would not end.
 
-With handling of peer failures switched on, which we need, UCX leaves most of them out
-by itself; through CMA a *lender* may write into the reader's memory, which closing
-the reader's connection would not end.
+``…_SEG_SIZE``: with 1 M instead of 256 K, reads of 1 MiB blocks over TCP went from 0.69 to 0.94 of
+NIXL's speed (medians of 9 rounds in turn, on two busy cores).
 
-Segments: with 1 M instead of 256 K, reads of 1 MiB blocks over TCP went from 0.69 to
-0.94 of NIXL's speed (medians of 9 rounds in turn, on two busy cores).
-
-Runs that one call of the system sends: with 256 instead of 6, runs of 1000 bytes went from
-0.23 to 0.44 GB/s over TCP.
+``TCP_MAX_IOV``, runs per system call: with 256 instead of 6, runs of 1000 bytes went from 0.23 to
+0.44 GB/s over TCP.
 """
 
 EAGER_BYTES = 8192
 """Messages below this many bytes travel in one packet on every transport of UCX."""
 
 FIXED = {"RNDV_THRESH": str(EAGER_BYTES), "RCACHE_ENABLE": "y"}
-"""Settings that nothing changes, not even the environment.
+"""Settings that nothing overrides, not even the environment.
 
 ``RNDV_THRESH``: larger messages are announced first.  An unannounced message of several
-packets would leave its receive pending for ever if the sender dies midway.
+packets would leave its receive pending for ever if the sender died before the last one.
 
-``RCACHE_ENABLE``: UCX starts with a registration cache or not at all.  Its own
-default goes on without one where its memory hooks do not work or are switched off
-(``UCX_MEM_EVENTS=n``, ``UCX_MEM_MMAP_HOOK_MODE=none``), and then a peer that dies
-while an announced message is under way to it makes UCX up to 1.21 follow a null
-pointer: when a reader dies, its lender crashes (openucx/ucx issue 11467).
+``RCACHE_ENABLE``: UCX starts with a registration cache or not at all.  By default it starts without
+one if its memory hooks do not work or are disabled (``UCX_MEM_EVENTS=n``,
+``UCX_MEM_MMAP_HOOK_MODE=none``), and then UCX up to 1.21 dereferences a null pointer when a peer
+dies while an announced message is sent to it: when a reader dies, its lender crashes (openucx/ucx
+issue 11467).
 """
 
 _LOST: dict[str, int | None] = {
@@ -70,7 +59,7 @@ _LOST: dict[str, int | None] = {
     "UCXIOError": -3,
     "UCXTimedOutError": -20,
 }
-"""What says that a peer is lost: UCXX's exceptions, and UCX's ``ucs_status_t`` behind them."""
+"""Errors of a lost peer: UCXX's exceptions, and the corresponding ``ucs_status_t`` of UCX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +95,13 @@ def load_library() -> UcxLibrary:
     Raises:
         TransportUnavailable: it is not installed, or does not load here.
     """
+    # Importing ucxx sets UCX variables in the environment, which NIXL's own UCX and child processes
+    # would inherit.  They are removed again; our settings are passed to our context.
     before = {key for key in os.environ if key.startswith("UCX_")}
     try:
-        with suppress(ModuleNotFoundError):  # no wheel: UCX comes from the system
+        # ucxx loads the UCX of its wheels only beside ``librmm``, a CUDA package that host memory
+        # does not need.  So UCX is loaded first.
+        with suppress(ModuleNotFoundError):  # no wheel: the system's UCX
             import libucx
 
             libucx.load_library()
@@ -127,10 +120,10 @@ def load_library() -> UcxLibrary:
 
 
 def context_options(user: Mapping[str, str] | None) -> dict[str, str]:
-    """What to configure UCX with: ``user`` over our defaults, without what the environment sets.
+    """Settings for UCX: ``user`` over our defaults, without those that the environment sets.
 
     Raises:
-        ValueError: an option that must stay as it is.
+        ValueError: an option that cannot be changed.
     """
     given = {key.removeprefix("UCX_"): str(value) for key, value in (user or {}).items()}
     for key, value in FIXED.items():

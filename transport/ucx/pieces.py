@@ -6,8 +6,8 @@ which UCX takes from the lender's runs and puts into ours:
     spans        ██ ██ ██ ██ ██████████████████████ ██ ██
     pieces      [ 1: 4 runs  and ][ 2: 1 run ][ 3: 3 runs ]
 
-A run that does not fit is continued in the next piece.  Pieces are made one by one, as the
-window allows, so a read of a million runs costs nothing in advance.
+A run that does not fit is continued in the next piece.  Pieces are cut one by one, as the window
+allows, so a read of a million runs costs nothing in advance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from transport.types import U64, Spans, merge_runs
-from transport.ucx.frames import MAX_RUNS
+from transport.ucx.control import MAX_RUNS
 
 MAX_PIECE_BYTES = 4 << 20
 
@@ -31,11 +31,11 @@ class Runs:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all runs; never overflows, as a piece is bounded."""
+        """Bytes of all runs; does not overflow, since a piece is bounded."""
         return int(self.nbytes.sum())
 
     def merged(self) -> Runs:
-        """The same bytes with runs merged that continue each other."""
+        """The same bytes with neighbouring runs merged."""
         merged = merge_runs(self.nbytes, self.addresses)
         if merged is None:
             return self
@@ -66,8 +66,8 @@ class PieceCutter:
         """Whether there is no further piece."""
         return self._given == self._total
 
-    def next(self) -> ReadPiece:
-        """The next piece; there must be one."""
+    def next_piece(self) -> ReadPiece:
+        """The next piece; only while not :attr:`exhausted`."""
         assert not self.exhausted
         begin, ends = np.uint64(self._given), self._ends
         first = int(np.searchsorted(ends, begin, side="right"))

@@ -1,9 +1,8 @@
-"""Whether this UCX sends runs as we expect of it, asked of UCX itself, once a process.
+"""Tests that this UCX sends runs as expected, once per process.
 
-A worker of its own sends messages to itself, within the process: one of several runs, into
-other runs; one that is too long, which must fail and write nothing; and a receive is
-cancelled.  All that is rested upon in ``transport.ucx.runs`` takes part: the layouts, the
-numbers of statuses, and that a request says when it is done.
+A worker sends messages to itself, within the process: one of several runs, into other runs; one
+that is too long, which must fail and write nothing; and a receive is cancelled.  This covers all
+that ``transport.ucx.run_messages`` relies on: layouts, status numbers, and when a request is done.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 from transport.errors import TransportError, TransportUnavailable
 from transport.ucx.library import UcxLibrary
 from transport.ucx.pieces import Runs
-from transport.ucx.runs import RunsMessages, RunsRequest, UcpCalls
+from transport.ucx.run_messages import RunsMessages, RunsRequest, UcpCalls
 
 _CANCELED, _TRUNCATED = -16, -9
 
 _UNDELIVERED: list[Any] = []
-"""What a UCX that failed may still use."""
+"""Memory that UCX may still use after a failure."""
 
 _ATTEMPTS = 100_000
 """Rounds of progress within which a message to ourselves arrives; it takes some tens."""
@@ -40,10 +39,10 @@ def runs_calls(library: UcxLibrary) -> UcpCalls:
 
 
 def check_calls(calls: UcpCalls) -> None:
-    """Send messages of runs to ourselves, within this process, and see them arrive.
+    """Send messages of runs from a worker to itself, and check that they arrive.
 
     Raises:
-        TransportUnavailable: they do not arrive as expected; says what came instead.
+        TransportUnavailable: they do not arrive as expected; the message has what was seen.
     """
     library = calls.library
     try:
@@ -54,7 +53,7 @@ def check_calls(calls: UcpCalls) -> None:
             endpoint = worker.create_endpoint_from_worker_address(worker.address, False)
             try:
                 for unit in (3, 5000):  # sent at once, and announced first
-                    _LayoutCheck(calls, worker, endpoint).run(unit)
+                    _LayoutCheck(calls, worker, endpoint).check_messages(unit)
             finally:
                 endpoint.close_blocking()
     except TransportError as error:
@@ -71,32 +70,38 @@ class _LayoutCheck:
         self._messages = RunsMessages(calls, worker.handle)
         self._arrays: tuple[Any, ...] = ()
 
-    def run(self, unit: int) -> None:
-        """Send messages of ``4 * unit`` bytes; raises as ``check_calls`` does."""
+    def check_messages(self, unit: int) -> None:
+        """Send messages of ``4 * unit`` bytes.
+
+        Raises:
+            TransportUnavailable: they do not arrive as expected.
+        """
         sent = np.arange(1, 8 * unit + 1, dtype=np.uint64).astype(np.uint8) | np.uint8(1)
-        came = np.zeros(8 * unit, dtype=np.uint8)
-        self._arrays = sent, came
+        received = np.zeros(8 * unit, dtype=np.uint8)
+        self._arrays = sent, received
         three = _parts(sent, (4 * unit, unit), (0, 2 * unit), (6 * unit, unit))
-        two = _parts(came, (5 * unit, 3 * unit), (unit, unit))
-        expected = came.copy()
+        two = _parts(received, (5 * unit, 3 * unit), (unit, unit))
+        expected = received.copy()
         order = np.concatenate(
             (sent[4 * unit : 5 * unit], sent[: 2 * unit], sent[6 * unit : 7 * unit])
         )
         expected[5 * unit :], expected[unit : 2 * unit] = order[: 3 * unit], order[3 * unit :]
-        self._finish(self._messages.receive(two, 7), three, 7).check("a message of runs")
-        if not (came == expected).all():
+        self._finish(self._messages.receive_runs(two, 7), three, 7).raise_failure(
+            "a message of runs"
+        )
+        if not (received == expected).all():
             raise TransportUnavailable(f"a message of {4 * unit} bytes in 3 runs did not arrive")
-        came[:] = 0
-        small = _parts(came, (unit, unit), (4 * unit, unit))
-        self._expect(self._finish(self._messages.receive(small, 8), three, 8), _TRUNCATED)
-        withdrawn = self._messages.receive(two, 9)
+        received[:] = 0
+        small = _parts(received, (unit, unit), (4 * unit, unit))
+        self._expect(self._finish(self._messages.receive_runs(small, 8), three, 8), _TRUNCATED)
+        withdrawn = self._messages.receive_runs(two, 9)
         withdrawn.cancel()
         self._expect(withdrawn, _CANCELED)
-        if came.any():
+        if received.any():
             raise TransportUnavailable("a receive that failed was written to")
 
     def _finish(self, receive: RunsRequest, runs: Runs, tag: int) -> RunsRequest:
-        send = self._messages.send(self._endpoint, runs, tag)
+        send = self._messages.send_runs(self._endpoint, runs, tag)
         for _ in range(_ATTEMPTS):
             if send.done and receive.done:
                 return receive

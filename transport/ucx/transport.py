@@ -1,24 +1,24 @@
 """The transport over UCX alone, through UCXX, for machines where NIXL does not load.
 
-UCXX offers messages and no one-sided READ, so a read is *answered*: our thread
-requests pieces from the lender's thread, which sends them.  UCX takes them from the lender's
-memory and puts them into ours itself; no copy is made in between.
+UCXX has messages and no one-sided READ, so a read is *answered*: our thread requests pieces from
+the lender's thread, which sends them.  UCX moves them from the lender's memory to ours without a
+copy in between.
 
     owner of the reader        its thread                 the lender's thread
     read ───────────────────►  cut into pieces ─request─► check
                                receive  ◄──────────────── send
     poll ◄── settled ─────────
 
-``transport.ucx.frames`` describes the messages and how a reader authenticates,
-``transport.ucx.reader`` when a read is over, ``transport.ucx.lender`` what bounds a
-lender's memory, ``transport.ucx.thread`` how one thread does it all.
+``transport.ucx.control`` describes the messages and how a reader authenticates,
+``transport.ucx.reader_side`` when a read settles, ``transport.ucx.lender_side`` the bounds of a
+lender's memory, ``transport.ucx.ucx_thread`` the thread.
 
-What differs from NIXL: the lender's CPU takes part; disconnecting and closing
-*do* end reads, as cutting the connection keeps its bytes away; what a lender
-registers later can be read through its older address; host memory only.
+Differences from NIXL: the lender's CPU takes part; disconnecting and closing *do* end reads, since
+no bytes arrive over a closed connection; memory that a lender registers later can be read through
+its older address; host memory only.
 
-UCX itself does not authenticate: a host that reaches its ports can harm this process
-whatever we check above it, and so it is with NIXL.  Keep them on a trusted network.
+UCX itself does not authenticate: a host that reaches its ports can harm this process whatever is
+checked above it, and so it is with NIXL.  Keep the ports on a trusted network.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from transport.errors import (
     TransportClosed,
     TransportError,
 )
-from transport.hugepages import CollapseReport, collapse
+from transport.hugepages import HugePages
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
-from transport.ucx.frames import (
+from transport.ucx.control import (
     MAX_WORKER_ADDRESS_BYTES,
     PROTOCOL,
     SAME_PDCONN,
@@ -51,30 +51,30 @@ from transport.ucx.frames import (
     SESSION_BYTES,
     SessionId,
 )
-from transport.ucx.lender import lendable
+from transport.ucx.lender_side import lendable
 from transport.ucx.library import UcxLibrary, context_options, load_library
-from transport.ucx.reader import RemoteLender
-from transport.ucx.thread import UcxThread
+from transport.ucx.reader_side import RemoteLender
+from transport.ucx.ucx_thread import UcxThread
 
 _BACKEND = "ucx"
 
 
 class _Payload(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What an address holds: the secret that readers need, and the worker's address."""
+    """The content of an address: the secret that readers need, and the worker's address."""
 
     secret: bytes
     worker_address: bytes
-    protocol: str = "pdU1"  # which did not name itself
+    protocol: str = "pdU1"  # which had no such field
 
 
 _PAYLOADS = msgspec.msgpack.Decoder(_Payload)
 
 
 class UcxTransport(Transport):
-    """A UCX worker called ``name`` plus a suffix that differs at every boot.
+    """A UCX worker with the name ``name`` and a suffix that differs at every boot.
 
     Args:
-        options: UCX's settings over our defaults, see ``transport.ucx.library``.
+        options: UCX's settings over our defaults (``transport.ucx.library``).
         huge_pages: back host memory with huge pages before it is registered,
             for at most ``huge_page_s`` seconds over the transport's life.
         close_wait_s: how long ``close`` waits for connections to end.
@@ -107,8 +107,7 @@ class UcxTransport(Transport):
         self._reads: dict[ReadId, Settled | None] = {}
         self._registered = Regions()
         self._lenders: dict[PeerId, RemoteLender] = {}
-        self._huge_page_s = huge_page_s if huge_pages else 0.0
-        self._collapsed: list[CollapseReport] = []
+        self._huge_pages = HugePages(huge_pages, huge_page_s)
         self._close_wait_s = close_wait_s
         self._state = "open"
         self._thread = UcxThread(
@@ -133,12 +132,9 @@ class UcxTransport(Transport):
                     f"{memory.device}: the ucx backend moves host memory only; "
                     "device memory needs the nixl backend"
                 )
-        self._registered.add(memories)
+        self._registered.add_memories(memories)
         for memory in memories:
-            if self._huge_page_s > 0:
-                report = collapse(memory, max_seconds=self._huge_page_s)
-                self._huge_page_s -= report.seconds
-                self._collapsed.append(report)
+            self._huge_pages.back_memory(memory)
         self._thread.lender.lent = lendable(self._registered)
 
     def address(self) -> bytes:
@@ -147,9 +143,9 @@ class UcxTransport(Transport):
         return pack(_BACKEND, self.peer_id, msgspec.msgpack.encode(payload))
 
     def connect(self, address: bytes) -> PeerId:
-        """As ``Transport.connect``; takes the address of a known peer's next boot as well.
+        """Make the peer at ``address`` readable; the address of its next boot replaces the old one.
 
-        Nothing is sent before the first read, so a peer that is gone is found then.
+        Nothing is sent before the first read, so a lost peer is detected then.
         """
         self._check_open()
         envelope = unpack(_BACKEND, address)
@@ -165,11 +161,11 @@ class UcxTransport(Transport):
         return peer
 
     def disconnect(self, peer: PeerId) -> None:
-        """As ``Transport.disconnect``; cuts the connection, which ends its reads soon."""
+        """Forget a peer and close its connection, which ends its reads soon."""
         lender = self._lenders.pop(peer, None)
         if lender is not None:
-            with suppress(BackendFailure):  # the thread is gone, and its reads with it
-                self._thread.post(lambda: self._thread.reader.disconnect(lender))
+            with suppress(BackendFailure):  # the thread has ended, and its reads with it
+                self._thread.run_soon(lambda: self._thread.reader.disconnect_lender(lender))
 
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         self._check_open()
@@ -181,7 +177,9 @@ class UcxTransport(Transport):
             error = self._outside(spans) if len(spans) else None
             if error is None and len(spans):
                 lender = self._lenders[peer]
-                self._thread.post(lambda: self._thread.reader.start(lender, read, spans, began))
+                self._thread.run_soon(
+                    lambda: self._thread.reader.start_read(lender, read, spans, began)
+                )
                 return read
         except BackendFailure as failure:
             error = failure
@@ -196,26 +194,24 @@ class UcxTransport(Transport):
         return settled
 
     def check(self) -> None:
-        self._thread.check()
+        self._thread.raise_failure()
 
     def describe(self) -> dict[str, str]:
-        done = sum(report.collapsed_bytes for report in self._collapsed)
-        of = sum(memory.nbytes for memory in self._registered)
         return {
             "backend": _BACKEND,
             "agent": self.peer_id,
             "ucxx": self._library.version,
             "ucx": self._library.ucx_version,
-            "huge_pages": f"{done} of {of} bytes of host memory",
+            "huge_pages": self._huge_pages.describe_backing(self._registered),
             **{f"UCX_{key}": self._thread.config.get(key, "?") for key in self._options},
         }
 
     def close(self) -> None:
-        """As ``Transport.close``: cuts all connections and waits until UCX has released memory.
+        """Close all connections and wait until UCX has released memory.
 
         Raises:
-            BackendFailure: something can still be written after ``close_wait_s``;
-                reads can be polled, and ``close`` called again.
+            BackendFailure: something can still be written after ``close_wait_s``; reads can be
+                polled, and ``close`` called again.
         """
         if self._state == "closed":
             return
@@ -234,7 +230,7 @@ class UcxTransport(Transport):
         self._reads[read] = settled
 
     def _outside(self, spans: Spans) -> TransportError | None:
-        """What is wrong with the runs on our side; the lender checks its own side."""
+        """The error of the runs on our side, or None; the lender checks its own side."""
         for device in (spans.local_device, spans.remote_device):
             if device.kind != "cpu":
                 return BackendFailure(f"{device}: the ucx backend moves host memory only")

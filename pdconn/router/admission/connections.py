@@ -296,7 +296,7 @@ class ClientAdmission:
 
     def changed(self, connection: ClientConnection) -> None:
         """Update the table when a connection starts to stall, idle or be served."""
-        self._control.observe(connection, connection.stalls, self._time())
+        self._control.note_stall(connection, connection.stalls, self._time())
         if connection.is_idle and connection in self._control:
             self._idle[connection] = None
         else:
@@ -315,6 +315,6 @@ class ClientAdmission:
 
     def _leave(self, connection: ClientConnection) -> None:
         """Free the connection's place, though its socket may take a moment longer to close."""
-        self._control.remove(connection)
+        self._control.remove_session(connection)
         self._idle.pop(connection, None)
         self._room.set()

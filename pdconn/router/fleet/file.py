@@ -95,7 +95,7 @@ def _member(where: str, table: object) -> Member:
     try:
         return Member(**{**table, "url": url, "roles": roles})
     except BadMember as error:
-        raise error.of(f"{where}: ") from error
+        raise error.prefixed(f"{where}: ") from error
 
 
 def _roles(field: str, names: list[Any]) -> frozenset[Role]:

@@ -71,12 +71,12 @@ class Allowance:
 
     def give_back(self, nbytes: int) -> None:
         """Return taken bytes that were not written."""
-        self.room.add(nbytes)
+        self.room.add_amount(nbytes)
 
     def lose(self, nbytes: int) -> None:
         """Subtract bytes whose reserve was lost."""
         # They may be taken already: the amount is negative until their rows are given up.
-        self.room.add(-nbytes)
+        self.room.add_amount(-nbytes)
 
     def top_up(self, accounts: Accounts) -> None:
         """Reserve up to the target, and return what is far above it.  May wait for the accounts.

@@ -488,7 +488,7 @@ class KeeperLoop:
         if not self._kept and (first := self._inbox.take_one(wait_s)) is not None:
             self._kept.append(first)
         is_over = self._inbox.is_closed
-        self._kept.extend(self._inbox.take())
+        self._kept.extend(self._inbox.take_all())
         while self._kept:
             self._do(shelf, self._kept.popleft())
         return is_over
@@ -518,7 +518,7 @@ class KeeperLoop:
 
     def _namespace_now(self) -> str:
         """The engine's present namespace, also if its change still waits in the inbox."""
-        for command in self._inbox.take():
+        for command in self._inbox.take_all():
             if isinstance(command, NamespaceChanged):
                 self._catalogue.learn_rows(command, self._clock())
             else:

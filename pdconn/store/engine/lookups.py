@@ -353,7 +353,7 @@ class Lookups:
         self._worker, self._note = worker, note
         self._open: dict[int, Lookup] = {}
         self._number = 0
-        worker.start()
+        worker.start_thread()
 
     def look_up(
         self, tokens: Sequence[int], extras: Extras, limit: int, held: int, chain: Chain
@@ -369,7 +369,7 @@ class Lookups:
         """Fill in the answers that have come."""
         if not self._worker.outbox.items:
             return
-        for answer in self._worker.outbox.take():
+        for answer in self._worker.outbox.take_all():
             if isinstance(answer, ThreadDied):
                 continue  # requests that wait for it time out, and are computed
             self._note(answer)
@@ -379,7 +379,7 @@ class Lookups:
 
     def close(self) -> None:
         """End the thread; look-ups that wait get no answer."""
-        self._worker.end(10.0)
+        self._worker.end_thread(10.0)
 
 
 class LookupLoop:

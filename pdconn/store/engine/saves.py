@@ -115,7 +115,7 @@ class Keeper:
         self._stored = StoredKeys()
         self._counts: Counter[str] = Counter()
         self._usage: dict[str, int] = {}
-        worker.start()
+        worker.start_thread()
 
     def is_wanted(self, name: RowName) -> bool:
         """Whether the row is neither being saved nor known to be there."""
@@ -199,7 +199,7 @@ class Keeper:
 
     def close(self) -> None:
         """End the thread; rows whose notes are all there are committed first."""
-        self._worker.end(20.0)
+        self._worker.end_thread(20.0)
 
     def _take_report(self, report: KeeperReport) -> None:
         self._saving.difference_update(report.settled)

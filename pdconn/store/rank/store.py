@@ -268,7 +268,7 @@ class RankStore:
         """Sleep until there is something to take."""
         answers = self._answers
         if not (answers.results or answers.loaded or answers.failed):
-            self._outbox.wait(timeout_s)
+            self._outbox.wait_for_item(timeout_s)
 
     def has_results(self) -> bool:
         """Whether there is something to take: results, or requests loaded or failed."""
@@ -312,7 +312,7 @@ class RankStore:
         self._to_read.close()
         self._to_write.close()
         deadline = time.monotonic() + CLOSE_S
-        ended = [each.end(deadline - time.monotonic()) for each in self._workers.values()]
+        ended = [each.end_thread(deadline - time.monotonic()) for each in self._workers.values()]
         self._take_reports()
         if not all(ended):
             log.warning("pdconn: store: threads did not end in time: rank=%d", self._setup.rank)
@@ -363,7 +363,7 @@ class RankStore:
         """Apply what the threads have reported."""
         if not self._outbox.items:
             return
-        for report in self._outbox.take():
+        for report in self._outbox.take_all():
             if isinstance(report, ThreadDied):
                 self._switch_off(report.thread)
                 continue
@@ -404,7 +404,7 @@ class RankStore:
         if name == WRITER or not self._reads:
             return
         self._reads = False
-        for task in self._to_read.take():
+        for task in self._to_read.take_all():
             self._note(refused_read(task))
 
     # Threads, and what they begin with
@@ -440,7 +440,7 @@ class RankStore:
 
     def _start(self, worker: Worker[ReadTask] | Worker[SaveUnderWay]) -> bool:
         try:
-            worker.start()
+            worker.start_thread()
         except RuntimeError:
             log.exception("pdconn: store: no thread: name=%s", worker.name)
             return False

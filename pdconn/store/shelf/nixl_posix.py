@@ -13,7 +13,7 @@ from pdconn.store.shelf.interface import Buffer
 from pdconn.store.shelf.transfer import FileTransfer, address_of
 from pdconn.store.store_errors import RowDamaged, ShelfFailure, StoreError
 from transport.errors import TransportError, TransportUnavailable
-from transport.nixl.files import NixlFiles
+from transport.nixl.posix_files import NixlFiles
 
 
 class NixlTransfer(FileTransfer):

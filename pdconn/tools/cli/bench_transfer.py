@@ -182,7 +182,7 @@ def _engine(option: str, text: str, layout: str, block: str, model: ModelShape) 
     try:
         return parse_engine(",".join(filter(None, parts)), model)
     except ShapeError as error:
-        raise error.of(f"{option} ") from error
+        raise error.prefixed(f"{option} ") from error
 
 
 def _listed(text: str) -> list[str]:

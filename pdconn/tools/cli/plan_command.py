@@ -157,14 +157,14 @@ def _prefill_link(text: str | None) -> Link | None:
     try:
         return None if text is None else parse_link(text)
     except ShapeError as error:
-        raise error.of("prefill-") from error
+        raise error.prefixed("prefill-") from error
 
 
 def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
     try:
         return parse_engine(text, model)
     except ShapeError as error:
-        raise error.of(f"{option} ") from error
+        raise error.prefixed(f"{option} ") from error
 
 
 def _model(given: str, dtype: str) -> ModelShape:
@@ -182,7 +182,7 @@ def _model(given: str, dtype: str) -> ModelShape:
     try:
         return model_shape(config, name, quantization, dtype)
     except ShapeError as error:
-        raise error.of(f"{path} ") from error
+        raise error.prefixed(f"{path} ") from error
 
 
 def _json(path: Path) -> Any:

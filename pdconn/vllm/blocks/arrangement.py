@@ -1,11 +1,11 @@
 """How attention backends and state layers arrange the bytes of a page, by name.
 
-Two engines may exchange a page when they give its bytes the same meaning, whatever their
-backends are called: FlashAttention on one GPU and FlashInfer on the next both keep a token's key
-and its value beside each other.  A backend is listed here only if vLLM's code of it, as named
-below, writes and reads just that; any other keeps its own name, which pairs with itself alone.
+Two engines may exchange a page if they give its bytes the same meaning, whatever the names of their
+backends: FlashAttention and FlashInfer both store a token's key and value side by side.  A backend
+is listed here only if vLLM's code, as named below, writes and reads exactly that; any other backend
+has an arrangement of its own name, which is compatible with itself alone.
 
-``key, value``: the cell of a token and head is its key, and behind it its value.
+``key, value``: the cell of a token and head is its key, followed by its value.
 
     ``AttentionSpec`` calls this dense content: neither ``state_content_bytes`` nor
     ``num_head_slots`` are set.  ``do_kv_cache_update`` of FlashAttention, FlashInfer, Triton and
@@ -13,12 +13,12 @@ below, writes and reads just that; any other keeps its own name, which pairs wit
     backends for unequal sizes of key and value pass C whole to
     ``triton_reshape_and_cache_flash_diffkv``.
 
-``latent``: the cell of a token is MLA's latent, and behind it the rotated part of the key.
+``latent``: the cell of a token is MLA's latent, followed by the rotated part of the key.
 
     ``MLAAttentionImpl.do_kv_cache_update`` calls ``concat_and_cache_mla``, and none of the
-    backends below overrides it but two of the CPU, which write the same.
+    backends below overrides it but two for CPUs, which write the same.
 
-Other cells do not stand by themselves, and move in larger pieces:
+Other cells have no meaning by themselves, and move in larger pieces:
 
     CPU_ATTN       packs the keys and the values of a head's block for its instruction set
     DeepSeek V3.2's indexer, DeepSeek V4    a block's scales follow all its values
@@ -60,12 +60,12 @@ _FP8_DS_MLA_NBYTES = 656
 
 
 class Unit(Enum):
-    """What of a page means something by itself."""
+    """The part of a page that can be moved by itself."""
 
     TOKEN = auto()
     """The cell of a token and head."""
     HEAD = auto()
-    """A head's cells of a block, which follow each other."""
+    """A head's cells of a block, which are contiguous."""
     PLANES = auto()
     """A token's cells of all heads: keys in the first of two slots, values in the second."""
     PAGE = auto()
@@ -74,7 +74,7 @@ class Unit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Of a layer's pages: equal names mean equal bytes."""
+    """The arrangement of a layer's pages: equal names mean equal bytes."""
 
     name: str
     unit: Unit
@@ -119,10 +119,10 @@ def _of_its_own(spec: Any, layer: Any, layout: str, backend: str, plain: bool) -
 
 
 def state_arrangement(spec: MambaSpec) -> str:
-    """What tells states apart besides the bytes of their pieces.
+    """The properties of states that the sizes of their pieces do not determine.
 
-    Of each state its dtype and the dimensions that ranks do not divide; of a convolution's
-    window, which is the first, these are its tokens, speculative ones included.
+    For each state its dtype and the dimensions that ranks do not divide; for a convolution's
+    window, which is the first state, these are its tokens, speculative ones included.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 

@@ -1,14 +1,14 @@
 """Which caches belong to compressors, and how many tokens these compress into one.
 
-What a compressor keeps of tokens that it has yet to compress is a sliding window to vLLM.  That
-it is read only where an output ends is not in the spec.  The layer tells by its attention backend
-that it is a compressor's, and the attention layer that it is a part of knows the ratio::
+For vLLM the tokens that a compressor has yet to compress are a sliding window; that it is read only
+where an output ends is not in the spec.  A compressor's layer is identified by its attention
+backend, and the attention layer that it is a part of has the ratio::
 
     model.layers.2.attn                             compress_ratio 4
     model.layers.2.attn.compressor.state_cache      window 8, CompressorBackend    -> 4
     model.layers.2.attn.swa_cache                   window 128, another backend    -> 1
 
-Where that is in doubt the ratio is 1: the window is kept whole, which is never too little.
+If the ratio is unknown it is taken as 1: the window is transferred whole.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Layers of a drafter: which of an engine's layers they are, and what tells their KV.
+"""Layers of a drafter: which of an engine's layers they are, and their names.
 
-A drafter with KV of its own (a draft model, EAGLE, MTP) has layers beside the target's, with
+A drafter with KV of its own (a draft model, EAGLE, MTP) has layers besides the target's, with
 heads of their own.  vLLM marks them (``is_draft_layer`` of a layer, ``is_draft`` of a
-specification) but in model runner V1 of 0.32; there their names tell::
+specification), except in model runner V1 of 0.32, where they are identified by their names::
 
     draft_model.model.layers.0...      a draft model
     mtp.layers.0..., model.mtp...      MTP of Qwen, Nemotron-H, EXAONE, MiMo-V2
-    model.layers.32...                 EAGLE and other MTP: numbers go on after the target's 32
+    model.layers.32...                 EAGLE and other MTP: numbers continue after the target's 32
 
 Every drafter is divided among the target's ranks: a ``draft_tensor_parallel_size`` of 1 either
-stops the engine or changes nothing.  N-gram, suffix and Medusa keep no KV.
+stops the engine or has no effect.  N-gram, suffix and Medusa keep no KV.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """vLLM's KV cache records as byte references.
 
-Placement comes from ``KVCacheTensor`` (offset, layer stride, block stride), the
-order of heads, tokens and content inside a page from the layout's name, whose
-letters run from the outermost dimension to the innermost: L(ayer) B(lock) H(ead)
-N(tokens) C(ontent, K and V fused).  Registered tensor views are used once more, to
-check that this module and the engine agree on every stride.
+Placement comes from ``KVCacheTensor`` (offset, layer stride, block stride), the order of heads,
+tokens and content inside a page from the layout's name, whose letters run from the outermost
+dimension to the innermost: L(ayer) B(lock) H(ead) N(tokens) C(ontent, K and V fused).  The result
+is checked against the strides of the registered tensor views.
 """
 
 from __future__ import annotations
@@ -56,25 +55,25 @@ def kv_cache_references(
         total_kv_heads: gives a layer's KV heads in the whole model, before tensor
             parallelism; None where they are not known.
         states: gives the chunks of a state layer's page from its specification
-            (:func:`pdconn.vllm.blocks.states.state_chunks`).
-        units: what of an attention layer's page stands by itself, from the layer's name and
+            (:func:`pdconn.vllm.blocks.recurrent_states.state_chunks`).
+        units: the part of an attention layer's page that moves by itself, from the layer's name and
             specification (:func:`pdconn.vllm.blocks.arrangement.arrangement_of`).
-        modules: attention layers by name (vLLM's static forward context), which tell
-            compressors; without them there are none.
+        modules: attention layers by name (vLLM's static forward context), by which compressors are
+            identified; without them there are none.
 
     Returns:
-        References to the engine's blocks, or to kernel blocks where a split block differs from
-        an unsplit one: ``block_tokens`` of a group tells which.
+        References to the engine's blocks, or to kernel blocks where a split block differs from an
+        unsplit one, as ``block_tokens`` of a group shows.
 
     Raises:
-        RegistrationError: memory that this cannot describe: what was expected, and what came.
+        RegistrationError: memory that cannot be described, with the expected and the seen value.
     """
     placed = {name: tensor for tensor in config.kv_cache_tensors for name in tensor.layers}
     groups = []
     for group in config.transfer_groups:
         pages = []
         for name in group.layer_names:
-            if name in placed:  # else it shares another layer's cache, and that one is described
+            if name in placed:  # otherwise it shares another layer's cache, which is described
                 spec, tensor = layer_spec(group.kv_cache_spec, name), placed[name]
                 blocks = config.num_blocks_of(tensor)
                 pages.append(Pages(name, spec, layout, tensor, blocks, kv_caches[name]))
@@ -87,7 +86,7 @@ def kv_cache_references(
             else:
                 first = first_head(page.spec, total_kv_heads(page.layer), tp_rank, tp_size)
                 unit = units(page.layer, page.spec)
-                layers.append(_layer(page, page.chunks(unit, first, parts), parts))
+                layers.append(_layer(page, page.block_chunks(unit, first, parts), parts))
         groups.append(_group(group, tuple(layers), parts, modules or {}))
     return build_kv_cache_references(groups)
 

@@ -14,7 +14,7 @@ _HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
 def heads_by_layer(
     config: Any, layers: Mapping[str, Any], specs: Mapping[str, Any]
 ) -> Callable[[str], int | None]:
-    """Gives a layer's KV heads in its whole model, which is the drafter for a drafter's layers.
+    """A function from a layer to its KV heads in its whole model: the target, or the drafter.
 
     Args:
         config: the engine's configuration.
@@ -32,14 +32,11 @@ def heads_by_layer(
 
 
 def total_kv_heads(model: Any, layer: str) -> int | None:
-    """KV heads of ``layer`` in the whole model; None when its config names several numbers.
-
-    Where layers differ and ``transformers`` says so (Gemma 4), its config refuses to name one
-    number, and vLLM knows every layer's.
-    """
+    """KV heads of ``layer`` in the whole model; None when its config names several numbers."""
     if model.use_mla:
         return 1
     arch = model.model_arch_config
+    # Where layers differ by a heterogeneous config (Gemma 4), vLLM has the number of each layer.
     if arch.per_layer_overrides is not None:
         index = next(int(part) for part in layer.split(".") if part.isdecimal())
         of_the_model = index < arch.total_num_hidden_layers
@@ -51,12 +48,12 @@ def total_kv_heads(model: Any, layer: str) -> int | None:
 
 
 def first_head(spec: Any, total_kv_heads: int | None, tp_rank: int, tp_size: int) -> int:
-    """The model-wide index of this rank's first head; ranks with replicas share one.
+    """The model-wide index of this rank's first head; replicas have the same.
 
     Raises:
         RegistrationError: which heads the rank holds cannot be determined.
     """
-    heads: int = spec.num_kv_heads  # a page has other slots than these where K and V are apart
+    heads: int = spec.num_kv_heads  # a page has more slots where K and V are apart
     if tp_size == 1:
         return 0
     if total_kv_heads is None or heads != max(1, total_kv_heads // tp_size):

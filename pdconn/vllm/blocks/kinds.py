@@ -36,17 +36,17 @@ def layer_spec(spec: Any, name: str) -> Any:
 
 
 def kind_of(spec: Any) -> tuple[AttentionKind, int | None]:
-    """What a layer keeps, and its window.  A kind of cache is served once it is known.
+    """The kind of a layer's cache, and its window.
 
     Raises:
-        RegistrationError: a spec that keeps something else than one row per token or a state.
+        RegistrationError: the kind is not supported.
     """
     kind = _KINDS.get(type(spec))
     if kind is None:
         known = ", ".join(known.__name__ for known in _KINDS)
         raise RegistrationError(
             f"KV cache spec: expected one of {known}, got {type(spec).__name__}: pdconn "
-            f"does not know yet how to hand such a cache over"
+            f"does not support such a cache yet"
         )
     if kind is AttentionKind.SLIDING_WINDOW:
         return kind, spec.sliding_window
@@ -69,7 +69,7 @@ def keeps_states(config: KVCacheConfig) -> Iterator[bool]:
 def transferred_specs(config: KVCacheConfig) -> dict[str, Any]:
     """Specification of each layer whose cache is transferred, by its name.
 
-    Layers that use the cache of another layer are left out.
+    Without layers that share the cache of another layer.
     """
     placed = {name for tensor in config.kv_cache_tensors for name in tensor.layers}
     return {
@@ -81,7 +81,7 @@ def transferred_specs(config: KVCacheConfig) -> dict[str, Any]:
 
 
 def kinds_of(config: KVCacheConfig) -> Iterator[AttentionKind | None]:
-    """The kind of each group that is transferred; None where it is not known."""
+    """The kind of each group that is transferred; None for an unknown kind."""
     for group in config.transfer_groups:
         yield _KINDS.get(type(layer_spec(group.kv_cache_spec, group.layer_names[0])))
 

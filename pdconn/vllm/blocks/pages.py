@@ -1,8 +1,8 @@
-"""A layer's pages: the strides inside them, the pieces they consist of, and the engine's view.
+"""A layer's pages: their strides, the pieces they consist of, and the engine's view.
 
-A backend may split a block into kernel blocks, which follow each other; the engine's views then
-have so many rows more.  Where tokens are outermost in a block, or there is one head, no byte
-lies elsewhere for it.  In other layouts kernel blocks are what can be described::
+A backend may split a block into consecutive kernel blocks; the engine's views have a row for each.
+If tokens are outermost in a block, or there is one head, this moves no byte.  In other layouts
+kernel blocks are described instead of blocks::
 
     LBNHC  | n0: h0 h1 | n1: h0 h1 || n2: h0 h1 | n3: h0 h1 |   as unsplit
     LBHNC  | h0: n0 n1 | h1: n0 n1 || h0: n2 n3 | h1: n2 n3 |   unsplit: h0: n0 n1 n2 n3, h1: ...
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Pages:
     """One layer's pages, of ``num_blocks`` blocks of the engine.
 
-    ``view`` is the one that the engine registered, ``[B, H, N, C]``.  Every ``parts`` below is
-    the number of equal parts in which a block is described: 1, or its kernel blocks.
+    ``view`` is the one that the engine has registered, ``[B, H, N, C]``.  ``parts`` in all methods
+    is the number of equal parts in which a block is described: 1, or its kernel blocks.
     """
 
     layer: str
@@ -44,7 +44,7 @@ class Pages:
         """Kernel blocks of a block: 1 unless the backend splits blocks.
 
         Raises:
-            RegistrationError: the view's rows are no whole number of them for each block.
+            RegistrationError: the view's rows are no multiple of the number of blocks.
         """
         if self.view.shape[0] % self.num_blocks:
             raise RegistrationError(
@@ -64,7 +64,7 @@ class Pages:
         return int(self.spec.get_num_kernel_states(self.spec.block_size // parts))
 
     def strides(self, parts: int) -> dict[str, int]:
-        """Byte stride of each letter of the layout; those of L and B are given."""
+        """Byte stride of each letter of the layout."""
         tensor, spec = self.tensor, self.spec
         fixed = {"L": tensor.layer_stride, "B": tensor.block_stride // parts}
         sizes = {"L": len(tensor.layers), "B": self.num_blocks * parts, "H": spec.num_heads}
@@ -90,11 +90,11 @@ class Pages:
             and split["B"] == self.num_rows(parts) * split["N"]
         )
 
-    def chunks(self, unit: Unit, first_head: int, parts: int) -> tuple[AttentionChunk, ...]:
+    def block_chunks(self, unit: Unit, first_head: int, parts: int) -> tuple[AttentionChunk, ...]:
         """The chunks of a part of a block.
 
         Raises:
-            RegistrationError: what only moves whole is not contiguous in this layout.
+            RegistrationError: a part that only moves whole is not contiguous in this layout.
         """
         spec, strides, rows = self.spec, self.strides(parts), self.num_rows(parts)
         heads, content = spec.num_heads, spec.state_content_size_bytes
@@ -123,7 +123,7 @@ class Pages:
         )
 
     def check_view(self) -> None:
-        """Hold our arithmetic against the strides of the engine's own view.
+        """Check our strides against those of the engine's view.
 
         Raises:
             RegistrationError: naming those that differ.

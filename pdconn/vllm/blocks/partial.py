@@ -1,16 +1,16 @@
-"""Blocks of windows of which a pull wrote only the end: no other request may use them.
+"""Blocks of windows of which a pull has written only the end: no other request may use them.
 
-A pull brings of a window what decode's last token attends to.  Where the lender's blocks are
-smaller, or kernel blocks are handed over, that begins within a block of ours::
+Of a window a pull reads what decode's last token attends to.  If the lender's blocks are smaller,
+or kernel blocks are handed over, that begins within a block of ours::
 
     our blocks of 64              |       4       |       5       |       6       | 7
     their blocks of 16            |   |   |   |   |   |   |   |   |   |   |   |   |
     pulled, window 190                        ###################################### up to 493
     attended to at 448 (7 * 64)    ...............................................
 
-vLLM caches block 4 by its hash all the same, as a whole.  A later prompt that shares 448 tokens
-would hit, and attend to rows before the pulled ones, which nobody wrote.  So such a block is
-never found (:mod:`pdconn.vllm.patches.pool.uncached_blocks`), nor is it saved to a store.
+vLLM would cache block 4 by its hash, as a whole.  A later prompt that shares 448 tokens would hit
+it, and attend to rows before the pulled ones, which were never written.  So such a block is not
+cached (:mod:`pdconn.vllm.patches.pool.uncached_blocks`), and not saved to a store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PartialBlocks = dict[int, int]
-"""By transferred group the number of the block, counted from the prompt's beginning."""
+"""By transferred group, the index of the block from the beginning of the prompt."""
 
 
 def block_tokens(config: Any) -> list[int]:
@@ -31,7 +31,7 @@ def partial_blocks(begins: Iterable[tuple[int, int]], sizes: Sequence[int]) -> P
     """The blocks of which only the end is written.
 
     Args:
-        begins: groups, and the first token that is written of each.
+        begins: groups, and the first token that is written in each.
         sizes: tokens of the engine's blocks, by group.
 
     >>> partial_blocks([(0, 304), (1, 320)], [64, 64])
@@ -43,7 +43,7 @@ def partial_blocks(begins: Iterable[tuple[int, int]], sizes: Sequence[int]) -> P
 def joined(
     ours: Mapping[str, PartialBlocks], theirs: Mapping[str, PartialBlocks]
 ) -> dict[str, PartialBlocks]:
-    """What two workers tell of their requests; ranks of one stage tell the same."""
+    """The union of two workers' reports; ranks of one stage report the same."""
     return {
         request: {**ours.get(request, {}), **theirs.get(request, {})}
         for request in {**ours, **theirs}

@@ -1,14 +1,14 @@
-"""Ids of kernel blocks, where these are what is described of the engine's blocks.
+"""Ids of kernel blocks, where these are described instead of the engine's blocks.
 
-vLLM's scheduler knows the blocks of its own size.  Where a backend splits them, and a split block
-has other bytes than an unsplit one (:mod:`pdconn.vllm.blocks.pages`), peers and stores are told
-of kernel blocks, which follow each other in memory::
+vLLM's scheduler has blocks of its own size.  If a backend splits them, and a split block has other
+bytes than an unsplit one (:mod:`pdconn.vllm.blocks.pages`), kernel blocks are described to peers
+and stores, which are consecutive in memory::
 
     engine, 4 kernel blocks each      null   |      7      |      3      |
     kernel blocks                   0 0 0 0  | 28 29 30 31 | 12 13 14 15 |
 
-Ids are translated where they leave the scheduler.  Pins and quarantine keep the engine's own.
-Only block sizes differ then between peers of which one splits, as they may.
+Ids are translated where they leave the scheduler; pins and quarantine use the engine's own.  To a
+peer an engine with split blocks is one with smaller blocks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Splits:
     ratios: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, groups: Iterable[Any], ranks: Sequence[KVCacheReferences]) -> Splits:
-        """What the ranks of an engine describe of its blocks.
+    def from_ranks(cls, groups: Iterable[Any], ranks: Sequence[KVCacheReferences]) -> Splits:
+        """The splits by which the ranks of an engine describe its blocks.
 
         Args:
             groups: vLLM's groups that are transferred.
@@ -55,7 +55,7 @@ class Splits:
         return cls(tuple(ratios)) if any(ratio > 1 for ratio in ratios) else cls()
 
     def described(self, ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
-        """Ids of the blocks that are described, from the engine's; holes stay holes.
+        """Ids of the described blocks, from the engine's; holes stay holes.
 
         >>> Splits((2, 1)).described([[0, 5], [6]])
         ([0, 0, 10, 11], [6])
@@ -68,7 +68,7 @@ class Splits:
         )
 
     def of_engine(self, blocks: Sequence[BlockList]) -> list[int]:
-        """The engine's ids of described blocks, each once, holes left out.
+        """The engine's ids of described blocks, each once, without holes.
 
         >>> Splits((2, 1)).of_engine([BlockList(2, (11, 12)), BlockList(0, (6, 0))])
         [5, 6, 6]
@@ -81,7 +81,7 @@ class Splits:
 
 
 UNSPLIT = Splits()
-"""Of an engine whose blocks are described as they are."""
+"""For an engine whose blocks are described as they are."""
 
 
 def _kernel_blocks(ids: Sequence[int], ratio: int) -> list[int]:

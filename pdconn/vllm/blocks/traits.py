@@ -1,8 +1,8 @@
-"""What the bytes of a block mean, by name: everything that geometry does not say.
+"""The meaning of the bytes of a block, by name: everything that geometry does not describe.
 
-Both sides' traits must agree, or the same bytes would be read as other keys and
-values.  A model is named by the last part of its path, since hosts keep models in
-different places; its weights are told by what proves them.
+Both sides' traits must agree, or the same bytes would be read as other keys and values.  A model is
+named by the last part of its path, since hosts have models in different places; its weights are
+identified by their proofs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def block_traits(
         config: the engine's configuration.
         layers: layers by name (vLLM's static forward context).
         specs: specification of each layer that has a cache which is transferred.
-        weights: what proves them (:func:`pdconn.vllm.identity.weights.engine_weights`).
+        weights: their proofs (:func:`pdconn.vllm.identity.weights.engine_weights`).
     """
     model = config.model_config
     traits = {
@@ -62,11 +62,9 @@ def block_traits(
 
 
 def _draft_traits(config: VllmConfig, weights: Mapping[str, Weights]) -> dict[str, str]:
-    """What must be equal where decode has layers of a drafter; nothing without any.
-
-    How many tokens are drafted may differ: the prompt's KV is the same.  But for MTP of several
-    modules, of which only as many compute as tokens are drafted.
-    """
+    """The traits of a drafter's layers; empty without a drafter."""
+    # The number of drafted tokens may differ, since the prompt's KV is the same; except with MTP of
+    # several modules, of which as many compute as tokens are drafted.
     model = drafter(config)
     if model is None:
         return {}
@@ -84,7 +82,7 @@ def _draft_traits(config: VllmConfig, weights: Mapping[str, Weights]) -> dict[st
 
 
 def _name(model: Any) -> str:
-    """Of a folder in huggingface_hub's cache, which vLLM names when offline, the repository's."""
+    """The model's name; for a folder in huggingface_hub's cache, the repository's."""
     path = os.path.normpath(str(model.model))
     if cached := _CACHED.search(path):
         return cached[1]
@@ -97,16 +95,14 @@ def _shape(model: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def _layer_configs(config: Any) -> list[Any]:
-    """The configuration of each layer where layers differ; else the one of all.
-
-    ``transformers`` raises when a whole model is asked for what differs between its layers.
-    """
+    """The configuration of each layer where layers differ; otherwise the one of all."""
+    # ``transformers`` raises if an attribute that differs between layers is read from the model's.
     differ = getattr(config, "is_heterogeneous", False)
     return list(config.per_layer_config) if differ else [config]
 
 
 def _of_layers(values: list[Any]) -> str:
-    """The value of all layers, or each with how many layers in a row have it: ``256 x5, 512``."""
+    """The value of all layers, or each value with the length of its run: ``256 x5, 512``."""
     runs = [(value, len(list(run))) for value, run in groupby(map(_text, values))]
     if len(runs) == 1:
         return runs[0][0]
@@ -114,7 +110,7 @@ def _of_layers(values: list[Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """``value``, the same for equal mappings whatever the order of their keys."""
+    """``value`` as text; equal mappings give equal texts, whatever the order of their keys."""
     if isinstance(value, Mapping):
         items = sorted((str(key), _text(each)) for key, each in value.items())
         return "{" + ", ".join(f"{key}: {each}" for key, each in items) + "}"
@@ -122,7 +118,7 @@ def _text(value: Any) -> str:
 
 
 def _content(config: VllmConfig, layers: dict[str, Any], specs: Mapping[str, Any]) -> str:
-    """How attention layers arrange their pages."""
+    """The arrangements of attention layers' pages."""
     attention = {name: spec for name, spec in specs.items() if not is_state(spec)}
     if not attention:
         return ""
@@ -132,7 +128,7 @@ def _content(config: VllmConfig, layers: dict[str, Any], specs: Mapping[str, Any
 
 
 def _bounded(text: str) -> str:
-    """``text``, with a digest of all of it at the end where it is too long for a trait."""
+    """``text``, shortened with a digest at the end if it is too long for a trait."""
     if len(text) <= MAX_TEXT:
         return text
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).hexdigest()

@@ -1,12 +1,11 @@
-"""Which weights an engine computes with, and what proves it.
+"""Which weights an engine computes with, and proofs of that.
 
-files      a digest of the files that weights are loaded from
-weights    what proves an engine's weights: a commit, files, or a name that the operator gives
-updates    what proves them after calls that may have changed them
-changes    what follows from such a call for what is lent, pulled and stored
-greeting   what peers are told, and what they are compared with
-adapters   digests of adapters, read aside
+model_files  a digest of the files that weights are loaded from
+weights      proofs of an engine's weights: a commit, files, or a name that the operator gives
+updates      the proofs after calls that may have changed the weights
+changes      effects of such a call on leases, pulls and the store
+greeting     the engine's Welcome, and the traits that peers are compared with
+adapters     digests of adapters, read on a thread of their own
 
-Rows of a store are shared by engines whose weights are proven to be the same, and by no others; and
-so is what engines lend to each other.
+KV is shared, by leases and through a store, only between engines with proofs of the same weights.
 """

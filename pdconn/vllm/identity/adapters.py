@@ -1,12 +1,8 @@
-"""Which adapter a prompt is computed with: a digest of its files, since a name is given anew.
+"""Which adapter a prompt is computed with: a digest of its files, since a name may be reused.
 
-Files are listed and read on a thread of their own, from a request's arrival on: a folder may be on
-a file system that does not answer.  By the time that a prompt is computed its adapter has been
-loaded from the same files, and what is asked here is known.
-
-An adapter whose files change while an engine runs is not known until the engine is started anew:
-its weights in memory may be the old ones, and so may blocks in the engine's own prefix cache,
-which knows an adapter by its name and path.  One that vLLM fetches from a hub itself is not known.
+Files are read on a thread of their own, from a request's arrival on, since a file system may hang.
+When a prompt has been computed, its adapter has been loaded from the same files, and its digest is
+known.  The digest of an adapter that vLLM fetches from a hub is unknown.
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ from typing import Any
 
 from pdconn.protocol.errors import TicketError
 from pdconn.sidechannel.clock import steady
-from pdconn.vllm.identity.files import weights_digest
+from pdconn.vllm.identity.model_files import weights_digest
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""An adapter whose files were not read within it is not known."""
+"""An adapter whose files were not read within this time is unknown."""
 
 _CHANGED = ""
 _seen: dict[tuple[str, str], str] = {}
@@ -38,21 +34,27 @@ _seen: dict[tuple[str, str], str] = {}
 
 
 def adapter_digest(lora: Any) -> str | None:
-    """Of the files of ``lora``, vLLM's ``LoRARequest``; None if they are not seen, or have changed.
+    """The digest of an adapter's files; None if they cannot be read, or have changed.
 
     Reads files, so not on the engine's thread.
+
+    Args:
+        lora: vLLM's ``LoRARequest``.
     """
     found = _files_digest(lora)
     if found is None:
         return None
+    # After a change the weights in memory may be the old ones, and so may blocks in vLLM's prefix
+    # cache, which identifies an adapter by name and path.  So the digest is unknown until a
+    # restart.
     which = str(lora.lora_name), str(lora.lora_path)
     first = _seen.setdefault(which, found)
     if first in (found, _CHANGED):
         return first or None
     _seen[which] = _CHANGED
     log.warning(
-        "pdconn: files of an adapter have changed under the engine: its prompts are neither "
-        "stored nor handed over any more: adapter=%s",
+        "pdconn: files of an adapter have changed: its prompts are neither stored nor handed over "
+        "until the engine is restarted: adapter=%s",
         shown(which[0]),
     )
     return None
@@ -83,8 +85,8 @@ class Adapter:
     """The adapter of a request.
 
     Attributes:
-        digest: of its files; empty without an adapter, None if it is not known.
-        is_read: whether that is all that will be known.
+        digest: of its files; empty without an adapter, None if it is unknown.
+        is_read: whether the digest is final.
     """
 
     digest: str | None
@@ -103,11 +105,11 @@ _MOST = 4096
 class AdapterReader:
     """Reads the adapters of requests, on a thread that may hang.
 
-    What was read first stays what is known of an adapter, since that is what was loaded; a request
-    that comes later has it looked at again, and one whose files have changed is not known.
+    The first digest of an adapter is kept, since its files were loaded then.  Later requests read
+    the files again, to detect changes.
 
     Args:
-        read: the digest of an adapter; may block.
+        read: returns the digest of an adapter; may block.
         clock: seconds that never go back.
     """
 
@@ -124,7 +126,7 @@ class AdapterReader:
         self._thread: threading.Thread | None = None
 
     def read_adapter_of(self, request: Any) -> None:
-        """A request entered the engine: have the files of its adapter read."""
+        """Start reading the files of the adapter of a new request."""
         lora = request.lora_request
         if lora is None or _key(lora) in self._since:
             return
@@ -135,7 +137,7 @@ class AdapterReader:
         self._asked.put(lora)
 
     def adapter_of(self, request: Any) -> Adapter:
-        """What is known of the request's adapter by now; never blocks."""
+        """The request's adapter, as far as it is known.  Never blocks."""
         if request.lora_request is None:
             return NO_ADAPTER
         while not self._answered.empty():
@@ -151,17 +153,17 @@ class AdapterReader:
         return Adapter(None, is_late)
 
     def compare(self, request: Any, theirs: str) -> tuple[bool, str]:
-        """Whether ours is known by now, and how it differs from that of a ticket."""
+        """Whether our adapter has been read, and how it differs from that of a ticket."""
         ours = self.adapter_of(request)
         if ours == NO_ADAPTER or not ours.is_read or ours.digest == theirs:
             return ours.is_read, ""  # without an adapter the prompts differ by its name
         return True, f"adapter: theirs {theirs or 'not known'}, ours {ours}"
 
     def proof_of(self, request: Any) -> str:
-        """What a ticket says of the adapter that a prompt was computed with.
+        """The digest of a prompt's adapter, for its ticket.
 
         Raises:
-            TicketError: it is not known.
+            TicketError: it is unknown.
         """
         digest = self.adapter_of(request).digest
         if digest is None:

@@ -1,4 +1,4 @@
-"""What follows in an engine's scheduler when its weights may be others."""
+"""The effects of calls that may have changed an engine's weights, in its scheduler."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class WeightChanges:
-    """Hears of changes (:mod:`pdconn.vllm.patches.engine_calls`), and passes them on.
+    """Is notified of changes (:mod:`pdconn.vllm.patches.engine_calls`), and passes them on.
 
     Args:
-        greeting: what peers are told.
+        greeting: the engine's Welcome.
         parts: of the scheduler's half.
-        serve: tells peers of ``greeting`` as it is then.
+        serve: serves the present Welcome to peers.
     """
 
     def __init__(
@@ -32,36 +32,33 @@ class WeightChanges:
         self._greeting, self._parts, self._serve = greeting, parts, serve
 
     def watch_pool(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, to see when nothing is kept of what was computed before."""
+        """Take vLLM's block pool, to be notified when its cache is reset."""
         watch_resets(block_pool, after=self._was_reset)
 
     def _was_reset(self, is_reset: bool) -> None:
         if is_reset:
             self._compare_anew(EngineWeights.was_reset)
 
-    def computed(self) -> None:
-        """There is KV of the present weights."""
+    def note_computed(self) -> None:
+        """Record that KV of the present weights exists."""
         if self._greeting.weights is not None:
-            self._greeting.weights.computed()
+            self._greeting.weights.note_computed()
 
     def weights_changed(self, call: str) -> None:
-        """A call by this name may change the weights.
-
-        What is lent was computed with others, and so was what tickets are for that came before.
-        """
-        log.info("pdconn: weights may be others from now on: call=%s", shown(call))
-        # The last first: lending takes nothing back while others, as saves, use blocks.
+        """The method named ``call`` may change the weights: end leases, drop tickets."""
+        log.info("pdconn: weights may have changed: call=%s", shown(call))
+        # Lending last: it keeps its leases while other parts, as saves, use blocks.
         for part in reversed(self._parts):
             part.weights_changed()
         may_have_lent = any(part.lends for part in self._parts)
         self._compare_anew(lambda weights: weights.changed(call), may_have_lent)
 
     def weights_reloaded(self, path: str | None, since: float) -> None:
-        """The model was read from files, of which we know what they are."""
+        """The weights were read from ``path``, or from where they were, after ``since``."""
         self._compare_anew(lambda weights: weights.reloaded(path, since))
 
     def weights_named(self, version: str) -> None:
-        """A trainer gave the weights a version."""
+        """A trainer has given the weights a version."""
         self._compare_anew(lambda weights: weights.named(version))
 
     def _compare_anew(

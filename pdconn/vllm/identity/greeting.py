@@ -1,8 +1,7 @@
-"""What an engine tells its peers of itself, and what it compares theirs with.
+"""The engine's Welcome, and the traits that it compares with those of peers.
 
-To its peers an engine is another boot after it has slept, and when what it lends is of other
-weights than before.  Tickets of the boot before are refused at the first message, and what is
-compared at the greeting is compared again.
+After a sleep, and when its weights have changed, an engine has another incarnation: peers refuse
+its former tickets at the first message, and compare traits again.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class Greeting:
 
     Args:
         config: vLLM's configuration.
-        incarnation: names the first boot; later the present one.
+        incarnation: the first one.
 
     Attributes:
-        content: what the bytes of a block mean, and what proved the weights when they were loaded;
-            also where peers are not compared.
-        weights: what proves them now; None before the workers are registered.
+        incarnation: the present one.
+        content: all traits at the start, also if peers are not compared.
+        weights: the present traits of the weights; None before the workers are registered.
     """
 
     def __init__(self, config: Any, incarnation: str) -> None:
@@ -44,12 +43,12 @@ class Greeting:
 
     @property
     def welcome(self) -> Welcome:
-        """As it is now; there is none before the workers are registered."""
+        """The present Welcome, once the workers are registered."""
         assert self._welcome is not None
         return self._welcome
 
     def registered(self, handshakes: Mapping[tuple[int, int], PdHandshake]) -> bool:
-        """Every worker is registered, anew if the engine has slept: whether that changes it."""
+        """Take the workers' handshakes, again after a sleep; whether the Welcome has changed."""
         if self.weights is None:
             self.content = joint_traits([one.content for one in handshakes.values()])
             self.weights = EngineWeights(self._config, self.content)
@@ -63,9 +62,9 @@ class Greeting:
         return True
 
     def compare_anew(self, may_have_lent: bool) -> bool:
-        """Weights may be others: whether peers must greet another boot.
+        """Take changed weights; whether there is another incarnation now.
 
-        ``may_have_lent`` says whether tickets are on their way of what was computed before.
+        ``may_have_lent``: tickets may exist for KV of the former weights.
         """
         traits = self._traits(self.welcome)
         if traits == self.welcome.traits and not may_have_lent:
@@ -75,7 +74,7 @@ class Greeting:
         return True
 
     def take_weights(self) -> dict[str, str] | None:
-        """What workers compare lenders' weights with, if it has changed since the last call."""
+        """Traits that workers compare with lenders', if they have changed since the last call."""
         if self.weights is None or self.weights.of_engine == self._told:
             return None
         self._told = self.weights.of_engine
@@ -83,12 +82,12 @@ class Greeting:
 
     @property
     def is_proven(self) -> bool:
-        """Whether anything may be lent, by what is said of our KV."""
+        """Whether the weights of our KV are proven, so that it may be lent."""
         return self._welcome is None or is_proven(self._welcome)
 
     @property
     def doubt(self) -> str:
-        """Why this engine may pull nothing; empty if it may, and where peers are not compared."""
+        """Why this engine may not pull; empty if it may, or if peers are not compared."""
         if self.weights is None or not self.welcome.traits:
             return ""
         texts = self.weights.of_engine.values()
@@ -98,21 +97,23 @@ class Greeting:
         self._welcome = made
         if not self.is_proven:
             log.warning(
-                "pdconn: nothing is handed over, since nothing proves the weights (see weights_id "
-                "in docs/compatibility.md): %s",
+                "pdconn: nothing is handed over: the weights are not proven (see weights_id in "
+                "docs/compatibility.md): %s",
                 made.traits[WEIGHTS],
             )
 
     def _by_weights(self, welcome: Welcome, incarnation: str) -> Welcome:
-        return Welcome.of(self._engine_id, incarnation, self._traits(welcome), welcome.ranks)
+        return Welcome.in_our_version(
+            self._engine_id, incarnation, self._traits(welcome), welcome.ranks
+        )
 
     def _traits(self, welcome: Welcome) -> dict[str, str]:
-        """By the weights that our KV is of now; none where peers are not compared."""
+        """The traits with the weights of our KV; none if peers are not compared."""
         if not welcome.traits or self.weights is None:
             return welcome.traits
         return {**welcome.traits, **self.weights.of_kv}
 
 
 def is_proven(welcome: Welcome) -> bool:
-    """Whether an engine may lend anything, by what it says of its KV."""
+    """Whether the weights of an engine's KV are proven, so that it may be lent."""
     return not welcome.traits.get(WEIGHTS, "").startswith(UNPROVEN)

@@ -1,16 +1,16 @@
-"""What proves which weights an engine computes with.
+"""Proofs of the weights that an engine computes with.
 
-A name is no proof: a branch moves, and files behind a path or a URL are written anew.  A proof is
-the content itself, or a name that can stand for no other content::
+A model's name is no proof: branches move, and files at a path or a URL are replaced.  A proof is
+the content itself, or a name that can refer to no other content::
 
-    commit:<40 hex>   of a model hub, which vLLM resolved before it loaded, or the user gave
-    files:<digest>    of the files that were loaded, unchanged since before they were
+    commit:<40 hex>   of a model hub, which vLLM has resolved before loading, or the user has given
+    files:<digest>    of the loaded files, unchanged since before they were loaded
     dummy:<seed>      weights that vLLM draws itself
-    named:<text>      the operator's word (``weights_id``), for weights that nothing else proves
+    named:<text>      a name by the operator (``weights_id``), where there is no other proof
 
-Whatever else is a doubt, and who shares nothing on a doubt is never wrong: ModelScope, object
-stores, a hub that could not be asked, loaders that take weights from elsewhere than the model's
-files, or files that were written while the engine started.
+Otherwise the weights are unproven, and their KV is not shared: ModelScope, object stores, a hub
+that did not answer, loaders that read other files than the model's, or files that were written
+while the engine started.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from vllm.transformers_utils.runai_utils import is_runai_obj_uri
 
 from pdconn.protocol.compat import UNPROVEN
 from pdconn.vllm.blocks.drafts import drafter
-from pdconn.vllm.identity.files import files_of, weights_digest
+from pdconn.vllm.identity.model_files import files_of, weights_digest
 from transport.errors import shown
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--.+/snapshots/([0-9a-f]{40})/?$")
-"""Where huggingface_hub keeps a commit's files; offline vLLM takes that folder for the model."""
+"""A commit's folder in huggingface_hub's cache, which is the model's path if vLLM is offline."""
 
 _READ_FROM_MODEL = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "gguf", "mistral",
      "bitsandbytes", "sharded_state", "runai_streamer", "runai_streamer_sharded"}
 )  # fmt: skip
-"""Ways to load that read the model's own files.
+"""Load formats that read the model's own files.
 
-``npcache`` reads a copy that it made once, ``ipc_cache`` and ``modelexpress`` another process's
-memory, ``tensorizer`` a URI, and a plugin what it likes.
+``npcache`` reads a copy that it has made once, ``ipc_cache`` and ``modelexpress`` another process's
+memory, ``tensorizer`` a URI, and a plugin may read anything.
 """
 
 _STARTTIME = 19
@@ -54,23 +54,23 @@ _SPEED = frozenset(
     {"enable_multithread_load", "num_threads", "enable_weights_track", "concurrency",
      "memory_limit", "distributed"}
 )  # fmt: skip
-"""Keys of ``model_loader_extra_config`` that change how fast weights are read, and not which."""
+"""Keys of ``model_loader_extra_config`` that do not change which weights are read."""
 
 
 _DOUBT = 300
-"""Characters of a doubt that are shown."""
+"""Characters of a reason that are shown."""
 
 
 class _Unproven(Exception):
-    """Why nothing proves which weights these are."""
+    """Why the weights are unproven."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What proves which weights a model has.
+    """The proofs of a model's weights.
 
     Attributes:
-        proofs: each alone is proof enough, the most exact first.
+        proofs: each suffices alone; the most exact first.
         doubt: why there is none; empty with proofs.
     """
 
@@ -78,34 +78,36 @@ class Weights:
     doubt: str = ""
 
     @classmethod
-    def of(cls, trait: str) -> Weights:
-        """From the text of a trait."""
+    def from_trait(cls, trait: str) -> Weights:
+        """Parse the text of a trait."""
         if trait.startswith(UNPROVEN):
             return cls((), trait.removeprefix(UNPROVEN))
         return cls(tuple(trait.split()))
 
     @property
     def trait(self) -> str:
-        """As a text that :mod:`pdconn.protocol.compat` compares."""
+        """The text of the trait that :mod:`pdconn.protocol.compat` compares."""
         return " ".join(self.proofs) if self.proofs else UNPROVEN + shown(self.doubt, _DOUBT)
 
 
 def started_at() -> float:
-    """When this process began, in seconds since the epoch: weights are loaded after it."""
+    """When this process started, in seconds since the epoch: weights are loaded later."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     began = int(fields[_STARTTIME]) / os.sysconf("SC_CLK_TCK")  # since the machine started
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + began
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision names a commit, which stays what it is, as branches and tags do not."""
+    """Whether a revision is a commit, which is immutable, unlike branches and tags."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def engine_weights(config: Any, *, named: str | None, since: float) -> dict[str, Weights]:
-    """What proves the weights of an engine's ``model``, and of its ``draft`` if that keeps KV.
+    """Proofs of the weights of an engine's ``model``, and of its ``draft`` if that keeps KV.
 
-    ``config`` is vLLM's; see :func:`weights_of` for the rest.
+    Args:
+        config: vLLM's.
+        named, since: for :func:`weights_of`.
     """
     found = {"model": weights_of(config.model_config, config.load_config, named=named, since=since)}
     if (draft := drafter(config)) is not None:
@@ -115,13 +117,14 @@ def engine_weights(config: Any, *, named: str | None, since: float) -> dict[str,
 
 
 def weights_of(model: Any, load: Any, *, named: str | None, since: float) -> Weights:
-    """What proves the weights of ``model``.
+    """Proofs of the weights of ``model``.
 
     Args:
         model: vLLM's ``ModelConfig``.
         load: vLLM's ``LoadConfig`` for it.
-        named: the operator's name for them, which is believed.
-        since: when the process began that loads them: files written later may be others.
+        named: the operator's name for them, which is not verified.
+        since: when the process started that loads them; files written later may differ from the
+            loaded ones.
     """
     proofs = () if named is None else (f"named:{named}",)
     try:
@@ -135,19 +138,19 @@ def _proofs(model: Any, load: Any, since: float) -> tuple[str, ...]:
     if how == "dummy":
         return (f"dummy:{model.seed}",)
     if how not in _READ_FROM_MODEL:
-        raise _Unproven(f"load_format {how} takes weights from elsewhere than the model's files")
+        raise _Unproven(f"load_format {how} reads other files than the model's")
     extra = load.model_loader_extra_config
     chosen = {key: extra[key] for key in extra.keys() - _SPEED}
     for key, value in model.hf_config.to_dict().items():
         if key.endswith("_model_id") and value is not None:  # Ultravox loads parts by such names
-            raise _Unproven(f"a part of the model comes from elsewhere: {key} {value}")
+            raise _Unproven(f"a part of the model is loaded from another place: {key} {value}")
     name = model.model_weights or model.model
     found = _of_files(name, since) if Path(name).exists() else _of_hub(name, model, load)
     return tuple(_with(proof, chosen) for proof in found)
 
 
 def _with(proof: str, chosen: Mapping[str, Any]) -> str:
-    """``proof``, of some of its files alone where the loader was told which."""
+    """``proof``, restricted to the files that the loader's configuration selects."""
     if not chosen:
         return proof
     kind, _, value = proof.partition(":")
@@ -156,7 +159,7 @@ def _with(proof: str, chosen: Mapping[str, Any]) -> str:
 
 
 def _of_files(name: str, since: float) -> Iterator[str]:
-    """What proves files on this machine: their commit, where huggingface_hub keeps it, and they."""
+    """Proofs of local files: their commit, if in huggingface_hub's cache, and their digest."""
     if snapshot := _SNAPSHOT.search(Path(name).absolute().as_posix()):
         yield f"commit:{snapshot[1]}"
     try:
@@ -171,10 +174,8 @@ def _of_files(name: str, since: float) -> Iterator[str]:
 
 
 def _newest(path: Path) -> float:
-    """When anything of a model was last written, renamed, or linked to, in seconds.
-
-    A whole folder can be put in another's place, and a link on the way to it be made anew.
-    """
+    """When a file, folder or link of a model was last changed, in seconds."""
+    # A whole folder can be replaced by another, and so can a link in its path.
     links = (one for one in path.parents if one.is_symlink())
     files = files_of(str(path))
     times = [one.stat().st_ctime for one in (path, *files)]
@@ -182,14 +183,14 @@ def _newest(path: Path) -> float:
 
 
 def _of_hub(name: str, model: Any, load: Any) -> Iterator[str]:
-    """What proves weights of a hub: a commit, and its files, where they are on this machine."""
+    """Proofs of weights of a hub: a commit, and its files if they are on this machine."""
     if is_runai_obj_uri(name):
-        raise _Unproven(f"what an object store has under a name may be replaced: {name}")
+        raise _Unproven(f"an object in a store may be replaced: {name}")
     commit = model.revision
     if isinstance(commit, ResolvedRevision) and name == model.model:
         commit = commit.resolved
     if not is_commit(commit):
-        raise _Unproven(f"no hub said which commit {name} at {model.revision or 'main'} is")
+        raise _Unproven(f"the commit of {name} at {model.revision or 'main'} is unknown")
     yield f"commit:{commit}"
     cache = Path(load.download_dir or constants.HF_HUB_CACHE)
     folder = cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit

@@ -1,10 +1,10 @@
-"""What this engine lends: finished prompts, prefixes that are asked for, answers.
+"""What this engine lends: finished prompts, prefixes on request, answers.
 
-lending    the scheduler's part: pins what is lent, writes tickets, unpins what was read
-prefixes   a part of what this engine holds, on request
+lending    the scheduler's part: pins lent blocks, writes tickets, unpins blocks of freed leases
+prefixes   cached prefixes, on request
 answers    prompt and answer, for the next turn of a conversation
-tickets    what tickets say, and which ones are lent; one for the answers of a best-of-n request
-pins       what leases pin, and what gives way
-waits      which requests wait for blocks
-prompts    the share of the blocks that prompts for others may take
+tickets    writes tickets, and tracks the lent ones; one for all answers of a best-of-n request
+pins       blocks that leases pin, and which leases end early
+waits      requests that wait for blocks
+prompts    the share of the blocks that prompts for other engines may use
 """

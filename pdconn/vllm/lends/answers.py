@@ -1,14 +1,14 @@
-"""Answers lent back: what decode holds of a conversation, for who computes its next turn.
+"""Lends prompt and answer to the engine that computes the next turn of a conversation.
 
-With the key ``lend_back`` the answer to a request with ``kv_transfer_params`` carries others, which
-its proxy puts into the next turn's request to prefill as they are::
+With the key ``lend_back`` the answer to a request with ``kv_transfer_params`` contains such
+parameters, which its proxy copies into the next turn's request to prefill::
 
     {"do_remote_decode": true, "pdconn": {"from": {...ticket of prompt and answer...}}}
 
-The next prompt may begin with less of it, as where a template drops an earlier turn's reasoning.
-So the ticket has *cuts*, with a digest each: prefill pulls up to the last one that its prompt has,
-too.  Of full attention that may be at every block.  Windows and states are kept at the end, and
-where the cache still has what the prompt ended with::
+The next prompt may share less than that, for example if a template drops an earlier turn's
+reasoning.  So the ticket has *cuts*, with a digest each: prefill pulls up to the last cut that its
+prompt shares.  Full attention can be cut at every block; windows and states only at the end, and at
+the end of the prompt if the cache still holds its window::
 
     prompt, reasoning, answer      ##################|~~~~~~~~~~~~~~|==========
     lent of full attention         ############################################
@@ -39,12 +39,12 @@ BlockIds = tuple[list[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LendableAnswer:
-    """What is lent of a request that has ended.
+    """What is lent of a finished request.
 
     Attributes:
-        num_tokens: of prompt and answer whose KV is there.
+        num_tokens: of prompt and answer whose KV is held.
         blocks: that hold it.
-        cuts: numbers of tokens, in ascending order, of which everything is there, too.
+        cuts: shorter prefixes, in tokens and ascending order, of which all KV is held, too.
     """
 
     num_tokens: int
@@ -54,7 +54,7 @@ class LendableAnswer:
 
 @dataclass(slots=True)
 class LentAnswers:
-    """Which answers are lent.
+    """Decides which answers are lent.
 
     Attributes:
         settings: the lease, and the share.
@@ -69,43 +69,39 @@ class LentAnswers:
     manager: Any = None
 
     @classmethod
-    def of(
+    def from_settings(
         cls, settings: LendBack | None, has_states: bool, has_drafts: bool
     ) -> LentAnswers | None:
-        """None where no answers are to be lent."""
+        """None if ``settings`` are None: no answers are lent."""
         return None if settings is None else cls(settings, has_states, has_drafts)
 
     def answer_of(
         self, request: Any, blocks: TransferBlocks, num_tokens: int
     ) -> LendableAnswer | None:
-        """What can be lent of a request, of which ``num_tokens`` were computed, if it is wanted."""
+        """What is lent of a request of which ``num_tokens`` were computed; None for nothing."""
         if self.manager is None or not num_tokens or not self.is_wanted(request):
             return None
         held = blocks.of_tokens(num_tokens)
         return answer_of(self.manager, blocks.config, request, held, num_tokens)
 
     def is_wanted(self, request: Any) -> bool:
-        """Whether the request's answer is to be lent.
-
-        Its proxy knows of tickets if it has ``kv_transfer_params``, and may decline.
-        """
+        """Whether the request's answer is lent."""
+        # A proxy that sends kv_transfer_params knows tickets, and may decline.
         params = request.kv_transfer_params
         if not params or params.get("do_remote_decode") or request.resumable:
             return False
         return lends_back(params) and not (self.has_states and self._moves_on(request))
 
     def _moves_on(self, request: Any) -> bool:
-        """Whether the request's state is not that of the tokens that it has computed.
-
-        A step under way, as asynchronous scheduling has one when a token ends an answer, writes
-        the state behind that token in the place of ours.  With a drafter the state behind the
-        accepted tokens is in a block of its own until the next step.
-        """
+        """Whether the request's state may be that of other tokens than it has computed."""
+        # A step in flight, which asynchronous scheduling has when an answer ends, overwrites the
+        # state with that of the next token.  With a drafter the state behind the accepted tokens is
+        # in a block of its own until the next step.
         return self.has_drafts or request.num_in_flight_tokens > 0
 
 
 def num_held(blocks: BlockIds) -> int:
-    """Blocks of all groups, holes left out."""
+    """Blocks of all groups, without holes."""
     return sum(1 for ids in blocks for block in ids if block)
 
 
@@ -122,7 +118,7 @@ def answer_of(
         num_tokens: that were computed.
 
     Returns:
-        Without blocks where a window has moved on, with drafts behind the end of the answer.
+        Without blocks if a window has moved on, by drafts behind the end of the answer.
     """
     if not holds_windows(manager, config, blocks, num_tokens):
         return LendableAnswer(num_tokens, ())
@@ -142,7 +138,7 @@ def answer_of(
 
 
 def _cuts(num_tokens: int, prompt: int, size: int) -> tuple[int, ...]:
-    """Ends of blocks, and among them the last one of the prompt.
+    """Ends of blocks, with the last one of the prompt.
 
     >>> _cuts(100, 50, 16)
     (16, 32, 48, 64, 80, 96)

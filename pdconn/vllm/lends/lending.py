@@ -1,20 +1,12 @@
 """The scheduler's part of a prefill engine: lends finished prompts, frees them later.
 
 Lent blocks are pinned by a reference of our own in the engine's block pool, and the request itself
-ends at once.  The other way, which vLLM offers too, is to keep the finished request; but then the
-engine steps a thousand times a second for as long as anything is lent, and takes decode's cores.
+ends at once.  vLLM could keep the finished request instead; but then the engine steps a thousand
+times a second as long as anything is lent, and occupies decode's cores.
 
 References are dropped on the engine's thread only: when a request arrives, when a step is
-scheduled, and before the prefix cache is reset.  An idle engine therefore shows lent
-blocks as used until then.
-
-A reset clears KV that may be wrong from then on, as after new weights, so nothing lent before it
-may be read after it: everything lent is taken back first.  An engine that was asked to stop
-lends on until its leases have ended, if it was given time for that.
-
-Decode computes the last prompt token itself, to have something to sample from.  A recurrent
-state that has seen that token already would see it twice, so where the model has states prefill
-leaves the token out: it computes the prompt without it (:mod:`pdconn.vllm.lends.tickets`).
+scheduled, and before the prefix cache is reset.  So an idle engine reports lent blocks as used
+until then.
 """
 
 from __future__ import annotations
@@ -62,10 +54,10 @@ from transport.errors import shown
 log = logging.getLogger(__name__)
 
 _RESET_S = 1.0
-"""How long a reset waits for what is being read; it is revoked after that."""
+"""How long a reset waits for reads of lent blocks, before it revokes their leases."""
 
 _LOOK_S = 0.02
-"""A draining engine looks that often whether its leases have ended, instead of spinning."""
+"""How often an engine that is shutting down checks whether its leases have ended."""
 
 
 class Lending(SchedulerPart):
@@ -75,18 +67,18 @@ class Lending(SchedulerPart):
         settings: checked settings.
         engine_id: the engine's name in tickets.
         incarnation: this boot's name in tickets.
-        sizes: TP and PP size, put in tickets for proxies that look.
+        sizes: TP and PP size, which tickets contain for proxies.
         has_states: whether the model keeps recurrent states.
         has_drafts: whether the engine has a drafter.
         block_tokens: tokens of the engine's largest blocks.
         num_lookahead: tokens at a prompt's end that decode computes.
-        stop: says when an engine that was asked to stop must have stopped.
+        stop: gives the deadline of an engine that is shutting down.
         clock: seconds that never go back.
 
     Attributes:
-        answers: answers that are lent back; None where none are.
+        answers: decides which answers are lent back; None if none are.
         prefixes: requests for a prefix.
-        pins: what leases pin.
+        pins: blocks that leases pin.
         tickets: writes tickets.
     """
 
@@ -113,7 +105,7 @@ class Lending(SchedulerPart):
         self.tickets = TicketWriter(
             engine_id, incarnation, host, port, sizes, has_states, num_lookahead
         )
-        self.answers = back = LentAnswers.of(settings.lend_back, has_states, has_drafts)
+        self.answers = back = LentAnswers.from_settings(settings.lend_back, has_states, has_drafts)
         self.prefixes = PrefixLends(block_tokens)
         answers = {} if back is None else {LeaseKind.ANSWER: LentShare(back.settings.share)}
         self.pins = LeasePins({LeaseKind.PREFIX: PREFIXES, **answers})
@@ -123,28 +115,30 @@ class Lending(SchedulerPart):
         self._counts: Counter[str] = Counter()
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Take vLLM's ``KVCacheManager``, and let it keep what decode's last token attends to."""
+        """Take vLLM's ``KVCacheManager``, and make it keep the window of decode's last token."""
         changed = keep_window_of_last_token(manager, self.tickets.num_lookahead)
         log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
-        self.prefixes.use_manager(manager)
+        self.prefixes.bind_kv_cache_manager(manager)
         if self.answers is not None:
             self.answers.manager = manager
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, to pin blocks in, and take them back before it is reset."""
-        self.pins.use_pool(block_pool)
-        self.prefixes.use_pool(block_pool)
+        """Take vLLM's block pool, to pin blocks in; leases end before it is reset."""
+        self.pins.bind_gpu_block_pool(block_pool)
+        self.prefixes.bind_gpu_block_pool(block_pool)
         watch_resets(block_pool, before=self.take_back)
 
     def serve(self, welcome: Welcome, splits: Splits = UNSPLIT) -> None:
-        """Start the side channel, once every worker is registered; anew after a sleep.
+        """Start the side channel, once every worker is registered; again after a sleep.
 
-        ``splits`` says which blocks the welcome describes: tickets list those.  After a sleep the
-        welcome names another boot, and nothing lent by the boot before is confirmed.
+        Args:
+            welcome: after a sleep it has another incarnation, and leases of the former one are not
+                confirmed.
+            splits: which blocks the welcome describes, and tickets list.
 
         Raises:
             SideChannelInUse: the port is taken.
-            Unprotected: it is reachable from elsewhere without secret or TLS.
+            Unprotected: it is reachable from other hosts, without secret or TLS.
         """
         self._end_boot()
         self.tickets.begin_boot(welcome, splits)
@@ -161,7 +155,7 @@ class Lending(SchedulerPart):
         log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), self.tickets.host, port)
 
     def _end_boot(self) -> None:
-        """Stop lending what a boot before has lent; a cache reset has taken back all of it."""
+        """Close the side channel of the former incarnation; a cache reset has ended its leases."""
         if self._lender is None:
             return
         self._lender.close()
@@ -172,10 +166,7 @@ class Lending(SchedulerPart):
     # A request
 
     def on_new_request(self, request: Any) -> None:
-        """Free what is no longer lent, and cut the request's prompt for who gets it, if it must be.
-
-        One that asks for a prefix of ours, or to be computed for decode.
-        """
+        """Unpin freed leases; register a request for a prefix, or shorten a prompt for decode."""
         drop_wrong_params(request)
         self.unpin_freed()
         params = request.kv_transfer_params
@@ -184,7 +175,7 @@ class Lending(SchedulerPart):
         self.tickets.leave_last_token(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
-        """Nothing is brought for a request that asks for a prefix: it is held here, or refused."""
+        """Nothing is loaded for a request for a prefix: the prefix is held here, or refused."""
         return NOTHING if self.prefixes.note_hit(request, num_computed_tokens) else None
 
     def update_state_after_alloc(
@@ -195,17 +186,17 @@ class Lending(SchedulerPart):
         *,
         is_promised: bool,
     ) -> None:
-        """A request got blocks: keep those of a prefix that it asks for."""
+        """Pin the blocks of the prefix that a request asks for."""
         if (prefix := self.prefixes.prefix_of(request.request_id)) is not None:
             self.prefixes.pin_prefix(request.request_id, blocks.of_tokens(prefix[0]))
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
-        """A step is scheduled: what is lent since the last one is summed in it."""
+        """Let the workers sum the blocks lent since the last step."""
         metadata.to_sum = self.take_sums()
         self.unpin_freed()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Workers have summed."""
+        """Take the workers' checksums."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, PdWorkerReport):
             self.add_sums(report.sums)
@@ -213,23 +204,25 @@ class Lending(SchedulerPart):
     def request_finished(
         self, request: Any, blocks: TransferBlocks, num_computed: int
     ) -> dict[str, Any] | None:
-        """A request leaves the engine: lend its blocks, if it asked for that."""
+        """Lend the blocks of a finished request, if it has asked for that."""
         ticket, params = None, request.kv_transfer_params
         if params and num_computed and self.tickets.is_proven:
             if params.get("do_remote_decode"):
-                ticket = self.lend(request, blocks.of_tokens(num_computed))
+                ticket = self.lend_request(request, blocks.of_tokens(num_computed))
             elif self.answers is not None:
                 answer = self.answers.answer_of(request, blocks, num_computed)
                 ticket = None if answer is None else self.lend_back(request, answer)
-        self.tickets.forget_request(request.request_id)
-        self.prefixes.forget_request(request.request_id)
+        self.tickets.forget_prompt(request.request_id)
+        self.prefixes.forget_prefix(request.request_id)
         return ticket
 
-    def lend(self, request: Any, block_ids: BlockIds) -> dict[str, Any] | None:
-        """Pin and lend a finished request's blocks; the ticket, or None without blocks.
+    def lend_request(self, request: Any, block_ids: BlockIds) -> dict[str, Any] | None:
+        """Pin and lend the blocks of a finished request.
 
-        Of a request for a prefix that is not held, what is answered instead of a ticket; of one
-        that is held the blocks that it was found in.
+        For a request for a prefix these are the blocks in which it was found.
+
+        Returns:
+            The ticket; a refusal if the prefix is not held; None if nothing is lent.
         """
         name = request.request_id
         block_ids = self.prefixes.blocks_of(name) or block_ids
@@ -243,7 +236,7 @@ class Lending(SchedulerPart):
             return None
         try:
             ticket = self.tickets.write_ticket(request, block_ids, self.prefixes.prefix_of(name))
-        except TicketError as error:  # decode would refuse it, and it would be lent in vain
+        except TicketError as error:  # decode would refuse the ticket
             log.warning("pdconn: not lent: %s request=%s", error, shown(name))
             return None
         kind, ttl_s = LeaseKind.PROMPT, self._settings.kv_lease_duration
@@ -253,20 +246,21 @@ class Lending(SchedulerPart):
         shared = self._lent.find_shared(name, ticket.prompt, now)
         if shared is not None:
             return shared.to_params(*self.tickets.sizes)
-        # A sibling's lease must not be about to end.
+        # Siblings share the ticket only while half of the lease is left.
         self._lent.share_ticket(ticket, now + ttl_s / 2)
         self._lend(ticket, block_ids, ttl_s, kind)
         return ticket.to_params(*self.tickets.sizes)
 
     def lend_back(self, request: Any, answer: LendableAnswer) -> dict[str, Any] | None:
-        """Pin and lend prompt and answer of a finished request; what the next turn is to carry.
+        """Pin and lend prompt and answer of a finished request.
 
-        None if they are not lent.  Of best-of-n answers the client sees one ticket, and it is not
-        known of which.
+        Returns:
+            ``kv_transfer_params`` for the next turn's request; None if nothing is lent.
         """
         name = request.request_id
         if self._lender is None or self.answers is None or name in self.pins:
             return None
+        # Of best-of-n answers the client sees one ticket, and it is unknown of which answer.
         if parent_of(name) is not None or not any(any(ids) for ids in answer.blocks):
             return None
         *digests, whole = prefix_digests(request, (*answer.cuts, answer.num_tokens))
@@ -284,7 +278,7 @@ class Lending(SchedulerPart):
         return next_turn(ticket.to_params(*self.tickets.sizes))
 
     def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float, kind: LeaseKind) -> None:
-        """Pin what a ticket is for, and lend it."""
+        """Pin and lend the blocks of ``ticket``."""
         assert self._lender is not None
         self._end_leases(self.pins.pin(ticket.request_id, block_ids, kind, self._clock()))
         self._lent.add_ticket(ticket)
@@ -297,62 +291,62 @@ class Lending(SchedulerPart):
     # Leases
 
     def make_room(self, num_blocks: int) -> None:
-        """A request that could not be admitted lacks blocks: what is lent gives way, see pins."""
+        """End leases for a request that lacks ``num_blocks`` blocks."""
         self._end_leases(self.pins.give_way(num_blocks))
         unclaimed_s = self._settings.kv_lease_duration * UNCLAIMED
         self._end_leases(self.pins.older_than(unclaimed_s, self._clock()), if_unclaimed=True)
 
     def _end_leases(self, requests: Iterable[str], *, if_unclaimed: bool = False) -> None:
-        """End leases that no reader has claimed; others end with their readers."""
+        """End these leases; those with claims end with their readers."""
         for request_id in requests:
             self._counts["answers_given_up"] += not if_unclaimed
             if self._lender is not None:
-                self._lender.abort(request_id, if_unclaimed=if_unclaimed)
+                self._lender.abort_lease(request_id, if_unclaimed=if_unclaimed)
 
     def take_back_own(self, ticket: Ticket) -> None:
-        """Decode's half of this engine was given a ticket of ours, and needs nothing lent for it.
-
-        Clients can change a ticket: only one that says what was lent ends its lease.
-        """
+        """End the lease of a ticket that has come back to this engine, which needs no lease."""
+        # Clients can change a ticket: only one that equals ours ends its lease.
         if self._lender is not None and self._lent.is_lent(ticket):
-            self._lender.abort(ticket.request_id)
+            self._lender.abort_lease(ticket.request_id)
 
     def unpin_freed(self) -> None:
-        """Unpin blocks whose leases have ended.  Only on the engine's thread."""
+        """Unpin the blocks of freed leases.  Only on the engine's thread."""
         if self._lender is None:
             return
-        for lease in self._lender.collect():
+        for lease in self._lender.take_freed():
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
-            self.pins.unpin(lease.request)
+            self.pins.unpin_lease(lease.request)
             self._lent.forget_ticket(lease.request)
 
     def weights_changed(self) -> None:
-        """What is lent was computed with other weights."""
+        """End every lease: its KV is of other weights."""
         self.take_back()
 
     def take_back(self) -> None:
         """End every lease and unpin its blocks.  Only on the engine's thread, which waits.
 
-        Unclaimed leases end at once; what is being read gets a second, and is not confirmed
-        after that.
+        Unclaimed leases end at once; reads have ``_RESET_S`` to end, and are not confirmed after
+        that.
         """
+        # A reset drops KV that is wrong from now on, for example after new weights, so no lease
+        # from before it may be read after it.
         if self._lender is None:
             return
         self.unpin_freed()
-        # vLLM resets nothing then, so what is lent stays true.
+        # vLLM refuses the reset then, so leases stay valid.
         if self.pins.is_pool_used_by_others(self.prefixes.pinned_blocks()):
             return
         self.prefixes.unpin_prefixes()
         if not self.pins:
             return
-        log.info("pdconn: cache reset: taking back what is lent: leases=%d", len(self.pins))
+        log.info("pdconn: cache reset: ending leases: leases=%d", len(self.pins))
         self._lender.abort_all()
         if self._unpinned_within(_RESET_S):
             return
         log.warning("pdconn: cache reset: revoking leases being read: leases=%d", len(self.pins))
         self._lender.revoke_all()
         if not self._unpinned_within(_RESET_S):
-            log.error("pdconn: cache reset: still lent: leases=%d", len(self.pins))
+            log.error("pdconn: cache reset: blocks are still pinned: leases=%d", len(self.pins))
 
     def _unpinned_within(self, seconds: float) -> bool:
         give_up = time.monotonic() + seconds
@@ -364,15 +358,17 @@ class Lending(SchedulerPart):
     # A stop
 
     def has_pending_push_work(self) -> bool:
-        """Whether an engine that was asked to stop must wait for what it lends."""
+        """Whether an engine that is shutting down must wait for its leases."""
         until = None if self._stop is None else self._stop.until
-        return until is not None and self.drain(until)
+        return until is not None and self.drain_leases(until)
 
-    def drain(self, until: float) -> bool:
-        """Whether an engine that was asked to stop must still wait for its leases.
+    def drain_leases(self, until: float) -> bool:
+        """Whether an engine that is shutting down must still wait for its leases.
 
-        ``until`` is a time of our clock.  Waits a little itself, since vLLM asks again at once.
-        Only on the engine's thread.
+        Sleeps for up to ``_LOOK_S``.  Only on the engine's thread.
+
+        Args:
+            until: the deadline, in seconds of our clock.
         """
         self._end_leases(self.pins.give_way_all(LeaseKind.ANSWER))
         self.unpin_freed()
@@ -387,11 +383,11 @@ class Lending(SchedulerPart):
                 log.warning("pdconn: stopping with leases unread: leases=%d", len(self.pins))
         if left_s <= 0:
             return False
-        time.sleep(min(_LOOK_S, left_s))
+        time.sleep(min(_LOOK_S, left_s))  # vLLM calls again at once
         return True
 
     def shutdown(self) -> None:
-        """Stop the side channel."""
+        """Close the side channel."""
         if self._lender is not None:
             self._lender.close()
             self._lender = None
@@ -399,19 +395,19 @@ class Lending(SchedulerPart):
     # What goes to workers and to metrics
 
     def take_sums(self) -> list[tuple[Terms, tuple[BlockList, ...]]]:
-        """What workers are to sum in this step: every finished request has one to come."""
+        """Lent blocks for the workers to sum in this step."""
         to_sum, self._to_sum = self._to_sum, []
         return to_sum
 
     def add_sums(self, sums: Sequence[tuple[str, int, LentSums | None]]) -> None:
-        """Workers have summed: request, rank, sums."""
+        """Pass the workers' checksums to the lender: request, rank, sums."""
         if self._lender is not None:
             for request, rank, summed in sums:
                 self._lender.add_sums(request, rank, summed)
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call, by the side channel, too."""
-        counts = {} if self._lender is None else self._lender.take_counts()
+        """Counts since the last call, with those of the side channel."""
+        counts = {} if self._lender is None else self._lender.take_lease_counts()
         if self._counts:
             counts, self._counts = counts | self._counts, Counter()
         return counts

@@ -1,10 +1,10 @@
-"""What leases pin in vLLM's block pool: a reference of our own for each block of each lease.
+"""Blocks that leases pin in vLLM's block pool: one reference for each block of each lease.
 
-Prompts are lent because a decode engine waits for them.  Prefixes and answers are lent because
-somebody may want them, so these are bounded (:class:`LentShare`), and they give way: to later
-ones of their kind, and to requests that could not be admitted, the oldest first.  A lease that
-gives way is *aborted*: it ends at once unless a reader holds a claim, and then with that reader.
-A prompt gives way to a request that could not be admitted if nobody has claimed it in time.
+Prompts are lent because a decode engine waits for them.  Prefixes and answers may never be read, so
+their blocks are bounded (:class:`LentShare`), and their leases *yield*, the oldest first: to later
+leases of their kind, and to requests that lack blocks.  A lease that yields is aborted: it ends at
+once, or with its readers if it has claims.  The lease of a prompt yields to a request that lacks
+blocks if it was not claimed in time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdconn.vllm.patches.pool.pinned_blocks import is_used_by_others, pin_blocks
 
 
 class LeaseKind(StrEnum):
-    """What is lent: a whole prompt; a prefix; prompt and answer."""
+    """A lease is of a whole prompt, of a prefix, or of prompt and answer."""
 
     PROMPT = "prompt"
     PREFIX = "prefix"
@@ -29,11 +29,11 @@ class LeaseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LentShare:
-    """How much leases of a kind may pin.
+    """The bounds of leases of a kind.
 
     Attributes:
-        share: of the engine's blocks.
-        most: leases.
+        share: of the engine's blocks that they may pin.
+        most: their number.
     """
 
     share: float
@@ -41,20 +41,20 @@ class LentShare:
 
 
 PREFIXES = LentShare(share=0.5, most=16)
-"""Prefixes that may be lent at once.  Each is pulled as soon as it is asked for."""
+"""The bounds of prefixes.  Each is pulled as soon as its request ends."""
 
 PREFIX_LEASE_S = 5.0
-"""The lease of a prefix, at most: who asked for it claims it at once, or computes by then."""
+"""The longest lease of a prefix: its reader claims it at once, or has computed it by then."""
 
 UNCLAIMED = 1 / 3
-"""Of its lease: a prompt that nobody has claimed by then gives way to who cannot be admitted."""
+"""Share of a lease after which an unclaimed prompt yields to a request that lacks blocks."""
 
 
 class LeasePins:
     """Pinned blocks, by the request that is lent.  Only on the engine's thread.
 
     Args:
-        shares: bounds of the kinds that have some, and give way.
+        shares: bounds of the kinds that have some, and whose leases yield.
     """
 
     def __init__(self, shares: Mapping[LeaseKind, LentShare]) -> None:
@@ -74,40 +74,40 @@ class LeasePins:
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._blocks.values())
 
-    def count(self, kind: LeaseKind) -> int:
-        """Leases of a kind that have not given way."""
+    def count_leases(self, kind: LeaseKind) -> int:
+        """Leases of a kind that have not yielded."""
         return len(self._lent[kind])
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are pinned; one that several leases pin counts once."""
+        """Pinned blocks; one that several leases pin counts once."""
         return len(self._leases_of)
 
     @property
     def num_yielding(self) -> int:
-        """Blocks of leases that may give way; one that several leases pin counts for each."""
+        """Blocks of leases that may yield; one that several leases pin counts for each."""
         return sum(len(self._blocks[name]) for kind in self._shares for name in self._lent[kind])
 
-    def use_pool(self, block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 
     def is_pool_used_by_others(self, ours: Iterable[list[Any]]) -> bool:
-        """Whether others use blocks than leases and ``ours``: then vLLM resets nothing anyway."""
+        """Whether blocks have references besides leases and ``ours``; vLLM refuses resets then."""
         return is_used_by_others(self._pool, (*self, *ours))
 
     def may_pin(self, kind: LeaseKind, num_blocks: int) -> bool:
-        """Whether a lease of so many blocks is within the share of its kind."""
+        """Whether a lease of ``num_blocks`` blocks is within the share of its kind."""
         share = self._shares.get(kind)
         return share is None or num_blocks <= share.share * self._pool.num_gpu_blocks
 
     def pin(
         self, request_id: str, block_ids: Iterable[Iterable[int]], kind: LeaseKind, now: float
     ) -> list[str]:
-        """Pin the blocks of a request that is lent, by group; holes are left out.
+        """Pin the blocks of a request that is lent, by group, without holes.
 
         Returns:
-            Earlier ones of its kind that give way to it.
+            Requests of earlier leases of this kind, which yield.
         """
         blocks = pin_blocks(self._pool, (block for ids in block_ids for block in ids if block))
         self._blocks[request_id] = blocks
@@ -118,8 +118,8 @@ class LeasePins:
         self._leases_of.update(block.block_id for block in blocks)
         return self._over_the_share(kind)
 
-    def unpin(self, request_id: str) -> None:
-        """Its lease has ended.  Tail first, so that the head of a prefix stays cached longest."""
+    def unpin_lease(self, request_id: str) -> None:
+        """Unpin the blocks of a freed lease: tail first, so that prefixes stay cached longest."""
         blocks = self._blocks.pop(request_id)
         for lent in self._lent.values():
             lent.pop(request_id, None)
@@ -130,18 +130,18 @@ class LeasePins:
         unpin_blocks(self._pool, blocks)
 
     def unpin_all(self) -> None:
-        """Every lease has ended."""
+        """Unpin the blocks of every lease."""
         for request_id in list(self._blocks):
-            self.unpin(request_id)
+            self.unpin_lease(request_id)
 
     def give_way_all(self, kind: LeaseKind) -> list[str]:
-        """All leases of a kind give way."""
+        """Let all leases of a kind yield; returns their requests."""
         ended = list(self._lent[kind])
         self._lent[kind].clear()
         return ended
 
     def give_way(self, num_blocks: int) -> list[str]:
-        """The oldest leases of bounded kinds that pin so many blocks, or all that there are."""
+        """Let the oldest leases yield until ``num_blocks`` are free; returns their requests."""
         lent = [(at, name, kind) for kind in self._shares for name, at in self._lent[kind].items()]
         ended = []
         for _, name, kind in sorted(lent):
@@ -153,7 +153,7 @@ class LeasePins:
         return ended
 
     def older_than(self, seconds: float, now: float) -> list[str]:
-        """Prompts lent for longer; each is named once."""
+        """Requests of prompts that were lent for longer than ``seconds``; each is returned once."""
         found = []
         while self._young and now - self._young[0][0] > seconds:
             _, name = self._young.popleft()

@@ -1,18 +1,18 @@
-"""Lending a prefix that this engine holds in its cache, to whoever computes the rest.
+"""Lends a prefix that this engine holds in its cache, to the engine that computes the rest.
 
-Nothing but a request can pin cached blocks, so a prefix is asked for by an ordinary one: its
-prompt is the prefix and one token more, since a hit never covers the last token, and its
-``kv_transfer_params`` say how much of it to lend::
+Only a request can pin cached blocks, so an ordinary request asks for a prefix.  Its prompt is the
+prefix and one more token, since a hit never covers the last token, and its ``kv_transfer_params``
+contain the length of the prefix::
 
     {"do_remote_decode": true, "pdconn": {"lend": 3200}}        of 3201 tokens
 
     hit of 3200      one token is computed; the ticket covers the 3200
     hit of 1600      refused: the prompt is cut behind its hit, a block at most is computed,
-                     and the answer says {"pdconn": {"lend": 3200, "held": 1600}}
+                     and the answer has {"pdconn": {"lend": 3200, "held": 1600}}
 
-So a prefix that was evicted meanwhile is not computed here for somebody who could as well compute
-it there.  The ticket's digest is of the prefix, its salt and its adapter; see
-:func:`~pdconn.vllm.prompt.prefix_digest`.
+So a prefix that was evicted meanwhile is computed by the engine that needs it, and not here.  The
+ticket's digest is of the prefix, its salt and its adapter
+(:func:`~pdconn.vllm.prompt.prefix_digest`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Lend:
-    """``held`` tokens of ``num_tokens`` were found when the request was looked up last.
+    """A request for a prefix of ``num_tokens`` tokens.
 
-    ``blocks`` are those that it got then, by group, and ``pins`` what keeps them.
+    Attributes:
+        held: tokens that its last look-up has found.
+        blocks: that it was given, by group.
+        pins: references to them.
     """
 
     num_tokens: int
@@ -46,8 +49,8 @@ class _Lend:
     blocks: tuple[list[int], ...] = ()
     pins: list[Any] = field(default_factory=list)
 
-    def unpin(self, pool: Any) -> None:
-        """Unpin what was found, which is lent no more."""
+    def unpin_prefix(self, pool: Any) -> None:
+        """Unpin the blocks of the prefix, which is not lent."""
         if self.pins:
             unpin_blocks(pool, self.pins)
         self.held, self.blocks, self.pins = 0, (), []
@@ -57,8 +60,8 @@ class PrefixLends:
     """Requests for a prefix, from their arrival to their end.
 
     Args:
-        block_tokens: tokens of the engine's largest blocks: a hit within a block is told to
-            connectors without the part within it.
+        block_tokens: tokens of the engine's largest blocks; connectors are given hits in whole
+            blocks.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -73,16 +76,16 @@ class PrefixLends:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lends
 
-    def use_manager(self, manager: Any) -> None:
-        """Take vLLM's ``KVCacheManager``, to see what every group holds."""
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Take vLLM's ``KVCacheManager``, to look up what every group holds."""
         self._manager = manager
 
-    def use_pool(self, block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 
     def takes_request(self, request: Any) -> bool:
-        """Whether a new request asks for a prefix; one that asks wrongly is answered as others."""
+        """Whether a new request asks for a prefix; an invalid one is served like any other."""
         try:
             num_tokens = _asked_of(request)
         except TicketError as error:
@@ -96,9 +99,9 @@ class PrefixLends:
         return True
 
     def note_hit(self, request: Any, num_local: int) -> bool:
-        """vLLM found ``num_local`` tokens; whether the request asks for a prefix.
+        """Record a local hit of ``num_local`` tokens; whether the request asks for a prefix.
 
-        If every group holds less than it asks for, the prompt is cut.
+        If less than the prefix is held, the prompt is shortened, so that it is not computed.
         """
         lend = self._lends.get(request.request_id)
         if lend is None:
@@ -112,15 +115,13 @@ class PrefixLends:
         return True
 
     def prefix_of(self, request_id: str) -> tuple[int, str] | None:
-        """Tokens and digest of the prefix that a request's ticket covers, if it is for one."""
+        """Tokens and digest of the prefix that a request asks for; None for other requests."""
         lend = self._lends.get(request_id)
         return None if lend is None else (lend.num_tokens, lend.digest)
 
     def pin_prefix(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
-        """A request got blocks: pin those of a prefix, if it is held, until the request is over.
-
-        vLLM lets go of the state that a prefix ends with once the token behind it is computed.
-        """
+        """Pin the blocks of a prefix that is held, until its request ends."""
+        # vLLM frees the state at the end of the prefix once the token behind it is computed.
         lend = self._lends.get(request_id)
         if lend is None or lend.held < lend.num_tokens or lend.pins:
             return
@@ -128,14 +129,14 @@ class PrefixLends:
         lend.pins = pin_blocks(self._pool, (block for ids in blocks for block in ids if block))
 
     def blocks_of(self, request_id: str) -> tuple[list[int], ...]:
-        """Blocks of the prefix that a request asks for; empty for others."""
+        """Blocks of the prefix that a request asks for; empty for other requests."""
         lend = self._lends.get(request_id)
         return () if lend is None else lend.blocks
 
     def refusal_of(self, request_id: str, is_within: bool) -> dict[str, Any] | None:
-        """What to answer instead of a ticket where the prefix is not held, or may not be lent.
+        """The answer instead of a ticket if the prefix is not held, or may not be lent.
 
-        ``is_within``: whether it is within the share of the engine's blocks that may be.
+        ``is_within``: whether it is within the share of the blocks that prefixes may pin.
         """
         lend = self._lends.get(request_id)
         if lend is None or (lend.held == lend.num_tokens and is_within):
@@ -143,27 +144,27 @@ class PrefixLends:
         held = lend.held if lend.held < lend.num_tokens else 0
         return {"pdconn": {"lend": lend.num_tokens, "held": held}}
 
-    def forget_request(self, request_id: str) -> None:
-        """The request left the engine, and was lent if it was to be."""
+    def forget_prefix(self, request_id: str) -> None:
+        """Forget a request that leaves the engine; its lease has pins of its own."""
         lend = self._lends.pop(request_id, None)
         if lend is not None:
-            lend.unpin(self._pool)
+            lend.unpin_prefix(self._pool)
 
     def pinned_blocks(self) -> Iterator[list[Any]]:
-        """By request the blocks that are pinned for it."""
+        """Pinned blocks, by request."""
         return (lend.pins for lend in self._lends.values())
 
     def unpin_prefixes(self) -> None:
-        """The cache is about to be reset: requests that are under way find nothing in it then."""
+        """Unpin all prefixes before a cache reset: their requests are refused."""
         for lend in self._lends.values():
-            lend.unpin(self._pool)
+            lend.unpin_prefix(self._pool)
 
 
 def _asked_of(request: Any) -> int | None:
-    """Tokens of the prefix that it asks for; None if it does not.
+    """Tokens of the prefix that a request asks for; None for other requests.
 
     Raises:
-        TicketError: it asks wrongly.
+        TicketError: its parameters are invalid, or its prompt consists of embeddings.
     """
     num_tokens = lend_of(request.kv_transfer_params, request.num_prompt_tokens)
     if num_tokens is not None and has_embeddings(request):

@@ -1,26 +1,26 @@
-"""Prompts that an engine computes for others, within a share of its blocks where it decodes, too.
+"""The share of its blocks that an engine which also decodes uses for prompts of other engines.
 
-A prompt that is computed for another engine stays pinned until that engine has blocks for it.
-Where two engines compute for each other, each may be full of prompts that wait for room at the
-other.  So an engine that decodes, too, begins such a prompt only while all that it computes for
-others and lends is within a share of its blocks.  What waits for that has no blocks here, and a
-claim for its prefix gives way (:mod:`pdconn.vllm.lends.waits`)::
+A prompt that is computed for another engine stays pinned until that engine has blocks for it.  Of
+two engines that compute for each other, each may be full of prompts that wait for blocks of the
+other.  So an engine that also decodes begins such a prompt only while all prompts that it computes
+for others and lends are within a share of its blocks.  A prompt that waits has no blocks here, and
+a claim for its prefix is given up (:mod:`pdconn.vllm.lends.waits`)::
 
     blocks   |######## lent ###|~~~ computed, to be lent ~~~|......................|
              |<------------------ the share --------------->|<--- to decode in --->|
 
-The order is that of arrival: a long prompt is not passed by for ever by shorter ones.  A prompt
-that is longer than the share begins when nothing else is lent.
+Prompts begin in the order of arrival, so that shorter ones do not starve a long one.  A prompt that
+is longer than the share begins when nothing else is lent.
 """
 
 from __future__ import annotations
 
 SHARE = 0.5
-"""Of the blocks.  Each request takes as many at the engine that decodes as at the one before."""
+"""Of the blocks: each request needs as many at the engine that decodes as at the one before."""
 
 
 class PromptShare:
-    """Prompts to be lent, from their admission to their end.
+    """Prompts that will be lent, from their admission to their end.
 
     Args:
         share: of the engine's blocks.
@@ -32,7 +32,7 @@ class PromptShare:
         self._computing: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Prompts that are known: computed now, or held back."""
+        """Prompts that are computed or wait."""
         return len(self._held_back) + len(self._computing)
 
     @property
@@ -49,7 +49,7 @@ class PromptShare:
             num_lent: blocks that leases pin.
             num_gpu_blocks: of the engine.
         """
-        if request_id in self._computing:  # it was preempted
+        if request_id in self._computing:  # it was preempted meanwhile
             return True
         taken = num_lent + sum(self._computing.values())
         is_first = next(iter(self._held_back), request_id) == request_id
@@ -61,11 +61,11 @@ class PromptShare:
         return True
 
     def begin_prompt(self, request_id: str, num_blocks: int) -> None:
-        """A prompt of ``num_blocks`` that is to be lent got blocks."""
+        """Record that a prompt was given ``num_blocks`` blocks."""
         self._held_back.pop(request_id, None)
         self._computing[request_id] = num_blocks
 
     def end_prompt(self, request_id: str) -> None:
-        """A request left the engine; what it lends counts as lent."""
+        """Forget a request that leaves the engine; its lease counts as lent blocks."""
         self._held_back.pop(request_id, None)
         self._computing.pop(request_id, None)

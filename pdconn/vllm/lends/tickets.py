@@ -1,10 +1,4 @@
-"""Tickets of what an engine lends: writing them, and which ones are lent.
-
-vLLM makes a request of each answer of a best-of-n request (``n > 1``), and shows the client
-the ticket of the child that finishes last.  Which one that is, and how many there are, the
-engine does not know.  So the first child that finishes is lent, and its siblings, which have
-the same prompt, return its ticket.
-"""
+"""Writes the tickets of an engine, and tracks which of them are lent."""
 
 from __future__ import annotations
 
@@ -30,12 +24,12 @@ class TicketWriter:
         engine_id: the engine's name.
         incarnation: this boot's name.
         host, port: where its side channel is reached.
-        sizes: TP and PP size, for proxies that look.
+        sizes: TP and PP size, for proxies.
         has_states: whether the model keeps recurrent states.
         num_lookahead: tokens at a prompt's end that decode computes, and prefill keeps windows for.
-        proof_of_adapter: what a ticket says of the adapter that a prompt was computed with.
+        proof_of_adapter: returns a request's adapter digest for its ticket.
         splits: which blocks are described to peers; tickets list those.
-        is_proven: whether anything may be lent, by what peers are told of our KV.
+        is_proven: whether our weights are proven, so that their KV may be lent.
     """
 
     engine_id: str
@@ -51,26 +45,27 @@ class TicketWriter:
     _shortened: dict[str, str] = field(default_factory=dict)
 
     def begin_boot(self, welcome: Welcome, splits: Splits) -> None:
-        """What peers are told from now on; after a sleep that is another boot."""
+        """Write tickets for the incarnation of ``welcome`` from now on."""
         self.incarnation, self.splits = welcome.incarnation, splits
         self.is_proven = is_proven(welcome)
 
     def leave_last_token(self, request: Any) -> None:
-        """Leave the last prompt token of a request that is to be lent to decode, if it must be.
+        """Remove the last prompt token of a request for decode, if the model has states.
 
-        A recurrent state that has seen that token already would see it twice.  The ticket names
-        the whole prompt.
+        The ticket has the digest of the whole prompt.
         """
         if (
+            # Decode computes the last prompt token, to sample from it.  A recurrent state that has
+            # processed that token would process it twice.
             self.has_states
-            # A prompt of one token is of no use to decode, which asks for none of it.
+            # Of a prompt of one token decode pulls nothing.
             and request.num_prompt_tokens > 1
-            # Embeddings are as many as tokens, and are not handed over.
+            # Embeddings are not handed over.
             and request.prompt_token_ids is not None
             and not has_embeddings(request)
-            # A session goes on after its prompt.
+            # A session continues after its prompt.
             and not request.resumable
-            # One that was preempted.
+            # A preempted request is shortened already.
             and request.request_id not in self._shortened
             # Decode computes such a prompt itself.
             and not request.skip_reading_prefix_cache
@@ -78,8 +73,8 @@ class TicketWriter:
             self._shortened[request.request_id] = prompt_digest(request)
             shorten(request, request.num_prompt_tokens - 1)
 
-    def forget_request(self, request_id: str) -> None:
-        """The request left the engine."""
+    def forget_prompt(self, request_id: str) -> None:
+        """Forget a request that leaves the engine."""
         self._shortened.pop(request_id, None)
 
     def write_ticket(
@@ -89,7 +84,7 @@ class TicketWriter:
         prefix: tuple[int, str] | None = None,
         cuts: tuple[TicketCut, ...] = (),
     ) -> Ticket:
-        """The ticket for a finished request: for all of it, or for ``prefix``, and its digest.
+        """The ticket for a finished request: for its prompt, or for ``prefix`` (tokens, digest).
 
         Raises:
             TicketError: decode would refuse it.
@@ -116,7 +111,13 @@ class TicketWriter:
 
 
 class LentTickets:
-    """Tickets that are lent, and those of them that the children of a request share."""
+    """Tickets that are lent, and those that the children of a best-of-n request share.
+
+    vLLM makes a request of each answer (``n > 1``), and returns the ticket of the child that
+    finishes last.  Which one that is, and how many there are, is unknown in the engine.  So the
+    first child that finishes is lent, and its siblings, which have the same prompt, return its
+    ticket.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}
@@ -136,21 +137,21 @@ class LentTickets:
         return ticket if ticket.prompt == prompt and now < until else None
 
     def share_ticket(self, ticket: Ticket, until: float) -> None:
-        """Siblings that finish before ``until`` share ``ticket``."""
+        """Let siblings that finish before ``until`` share ``ticket``."""
         parent = parent_of(ticket.request_id)
         if parent is not None:
             self._shared[parent] = ticket, until
 
     def add_ticket(self, ticket: Ticket) -> None:
-        """It is lent."""
+        """Record that ``ticket`` is lent."""
         self._digests[ticket.request_id] = ticket.digest()
 
     def is_lent(self, ticket: Ticket) -> bool:
-        """Whether exactly this ticket is lent: clients can change one."""
+        """Whether exactly this ticket is lent; clients can change a ticket."""
         return self._digests.get(ticket.request_id) == ticket.digest()
 
     def forget_ticket(self, request_id: str) -> None:
-        """The lease of ``request_id`` has ended."""
+        """Forget the ticket of a freed lease."""
         self._digests.pop(request_id, None)
         parent = parent_of(request_id)
         if parent in self._shared and self._shared[parent][0].request_id == request_id:

@@ -1,4 +1,4 @@
-"""Requests that wait for blocks, and what gives way so that no two engines wait for each other.
+"""Requests that wait for blocks, and claims given up so that no two engines wait for each other.
 
 A request that waits for blocks here may hold a claim, which pins blocks elsewhere; and blocks
 here may be pinned by leases whose readers wait elsewhere::
@@ -6,17 +6,14 @@ here may be pinned by leases whose readers wait elsewhere::
     A   lends to B ◄──────── claims ──────── waits for blocks   B
         waits for blocks ─── claims ───────► lends to A
 
-So an engine that lends bounds what its requests hold elsewhere while they wait for blocks.  When
-it has stood still for a quarter of a second (a request waits, nothing is computed or pulled), its
-claims for prefixes are given up, as the least costs; and then round by round those for whole
-prompts, the newer half first, a quarter of a second each.  Of ``n`` none is left after
-``log2(n) + 1`` rounds.  The same begins where prompts are lent and no request was admitted for ten
-seconds, although others still compute.  Requests whose claims are given up compute here.  An
-engine that lends nothing gives up nothing: what its requests wait for ends by itself.
-The whole argument is in ``docs/design.md``.
+So an engine that lends gives up claims of requests that wait for blocks, once it is stalled (a
+request waits, nothing is computed or loaded) for a quarter of a second: first those for prefixes,
+which cost least, then those for whole prompts, half of them in each round.  Of ``n`` none is left
+after ``log2(n) + 1`` rounds.  Their requests compute here.  An engine that lends nothing gives up
+nothing: what its requests wait for ends by itself.  ``docs/design.md`` has the whole argument.
 
-That is rare: an engine that decodes, too, computes prompts for others within a share of
-its blocks (:mod:`pdconn.vllm.lends.prompts`), so that those who decode find room.
+This is rare: an engine that also decodes computes prompts for others within a share of its blocks
+(:mod:`pdconn.vllm.lends.prompts`).
 """
 
 from __future__ import annotations
@@ -40,19 +37,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_S = ROUND_S = 0.25
-"""Of standing still until claims for prefixes are given up; of each round after that."""
+"""Of a stall until claims for prefixes are given up; of each round after that."""
 ADMITS_NONE_S = 10.0
-"""Without admitting a request, while one waits for blocks."""
+"""Without an admitted request while one waits for blocks: the engine counts as stalled."""
 DECODES_S = 60.0
-"""An engine decodes for others if it was handed a prompt within so many seconds."""
+"""An engine decodes for others if it was given a ticket within the last so many seconds."""
 
 
 class BlockWaits(SchedulerPart):
-    """Which requests wait for blocks in an engine that lends, and may pull as well.
+    """Requests that wait for blocks in an engine that lends, and may pull as well.
 
     Args:
-        lending: gives way.
-        pulling: gives way; None where it only lends.
+        lending: whose leases yield.
+        pulling: whose claims are given up; None in an engine that only lends.
         clock: seconds that never go back.
     """
 
@@ -70,7 +67,7 @@ class BlockWaits(SchedulerPart):
         self._giving_way: _Rounds | None = None
 
     def __len__(self) -> int:
-        """Requests that are known; none when the engine is quiet."""
+        """Known requests; 0 when the engine is idle."""
         return len(self._asked) + len(self._loading) + len(self._loaded) + len(self._prompts)
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
@@ -78,18 +75,18 @@ class BlockWaits(SchedulerPart):
         self._manager = manager
 
     def on_new_request(self, request: Any) -> None:
-        """A request entered the engine; one that was handed over says that we decode for others."""
+        """Record that a request with a ticket has arrived: this engine decodes for others."""
         params = request.kv_transfer_params
-        # What is no dict is a wrong ticket, of who handed the request over.
+        # Anything but a dict is an invalid ticket.
         if params and (not isinstance(params, dict) or params.get("do_remote_prefill")):
             self._handed_over_at = self._clock()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
-        """Hold a request back that is to be lent, since as much is lent as may be."""
+        """Delay a request for another engine while the share of its prompts is used up."""
         return ASK_AGAIN if self.is_held_back(request) else None
 
     def is_held_back(self, request: Any) -> bool:
-        """Whether a request is to wait, since as much is lent as may be; it has no blocks then."""
+        """Whether a request must wait, without blocks, since the share of prompts is used up."""
         if not self._is_to_be_lent(request) or self._manager is None or self._pulling is None:
             return False
         if self._clock() - self._handed_over_at > DECODES_S:
@@ -101,8 +98,8 @@ class BlockWaits(SchedulerPart):
             num_gpu_blocks=self._manager.block_pool.num_gpu_blocks,
         )
 
-    def note_answer(self, request: Any) -> None:
-        """vLLM asked what can be loaded, was answered, and allocates blocks next, if it can."""
+    def note_matched_tokens(self, request: Any) -> None:
+        """Record a request for which vLLM allocates blocks next, if there are enough."""
         if self._manager is not None:
             self._asked[request.request_id] = int(request.num_tokens)
 
@@ -114,7 +111,7 @@ class BlockWaits(SchedulerPart):
         *,
         is_promised: bool,
     ) -> None:
-        """A request got blocks, and loads ``num_external_tokens`` tokens into them."""
+        """Record that a request has blocks, and loads ``num_external_tokens`` tokens into them."""
         name = request.request_id
         self._asked.pop(name, None)
         self._loaded.discard(name)
@@ -125,14 +122,14 @@ class BlockWaits(SchedulerPart):
             self._prompts.begin_prompt(name, blocks_for(self._manager, request.num_prompt_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Loads have ended: their requests are given further blocks, or asked for again."""
+        """Record loads that have ended: their requests need more blocks, or a new look-up."""
         for request_id in connector_output.finished_recving or ():
             if request_id in self._loading:
                 self._loading.discard(request_id)
                 self._loaded.add(request_id)
 
     def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
-        """A request left the engine."""
+        """Forget a request that leaves the engine."""
         name = request.request_id
         self._loading.discard(name)
         self._loaded.discard(name)
@@ -140,16 +137,18 @@ class BlockWaits(SchedulerPart):
         self._prompts.end_prompt(name)
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
-        """A step was scheduled: what waits for blocks now makes claims give way, in time."""
+        """End leases and claims for requests that have waited for blocks too long."""
         num_scheduled = scheduler_output.total_num_scheduled_tokens
         waits, pins, now = bool(self._asked or self._loaded), self._lending.pins, self._clock()
         self._lenders_give_way(num_scheduled)
         self._asked.clear()
         if self._pulling is None:
             return
+        # 1. Nothing is computed or loaded, and a request waits.
         is_still = not (num_scheduled or self._loading) and (waits or self._prompts.holds_back)
         self._still_since = _since(self._still_since, now, is_still and len(pins) > 0)
-        admits_none = waits and pins.count(LeaseKind.PROMPT) > 0
+        # 2. No request is admitted while prompts are lent, although others compute.
+        admits_none = waits and pins.count_leases(LeaseKind.PROMPT) > 0
         self._none_since = _since(self._none_since, now, admits_none)
         first = min(self._still_since + FIRST_S, self._none_since + ADMITS_NONE_S)
         if now < first:
@@ -159,7 +158,7 @@ class BlockWaits(SchedulerPart):
         self._giving_way.drop_due_claims(now - first)
 
     def _lenders_give_way(self, num_scheduled: int) -> None:
-        """What we lend gives way to the request that could not be admitted, if that helps."""
+        """Let leases yield to the request that lacks blocks, if they have enough of them."""
         if self._manager is None or not (self._asked or self._loaded):
             return
         free = num_free_blocks(self._manager)
@@ -175,7 +174,7 @@ class BlockWaits(SchedulerPart):
 
 
 class _Rounds:
-    """Rounds in which claims give way, of which each leaves half of those for whole prompts."""
+    """Rounds of giving up claims; each keeps the older half of those for whole prompts."""
 
     def __init__(self, pulling: Pulling) -> None:
         self._pulling = pulling
@@ -183,8 +182,8 @@ class _Rounds:
         self._most = len(pulling.waiting_claims(prefixes=False))
 
     def drop_due_claims(self, seconds: float) -> None:
-        """It has been time for claims to give way for ``seconds``."""
-        # What a prefix saves is least, and others may have come since.
+        """Give up the claims that are due ``seconds`` after the stall was declared."""
+        # Claims for prefixes in every round, since new ones may have been made.
         self._pulling.drop_claims(self._pulling.waiting_claims(prefixes=True))
         while seconds >= self._next * ROUND_S:
             keeps = self._most >> self._next
@@ -193,5 +192,5 @@ class _Rounds:
 
 
 def _since(since: float, now: float, holds: bool) -> float:
-    """Since when something holds; infinity while it does not."""
+    """Since when a condition holds; infinity while it does not."""
     return min(since, now) if holds else math.inf

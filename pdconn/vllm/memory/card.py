@@ -1,4 +1,4 @@
-"""The network card that carries KV, as settings, environment and machine say."""
+"""The network card that carries KV, by settings, environment and machine."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 
 
 def kv_card(settings: Settings, environ: Mapping[str, str] = os.environ) -> KVCard:
-    """The network card that carries KV: what the user set for UCX itself goes first.
+    """The network card that carries KV; the user's settings for UCX take precedence.
 
     Raises:
-        ConfigError: ``kv_interface`` asks for a card that is not here.
+        ConfigError: ``kv_interface`` names a card that this machine does not have.
     """
     wanted = settings.kv_interface
     if settings.transport == "nixl" and "UCX" not in settings.backends:
-        return KVCard((), f"{KEY}: {wanted} is not used: of NIXL's backends, only UCX heeds it")
+        return KVCard((), f"{KEY}: {wanted} is not used: it applies to NIXL's UCX backend only")
     own = f"UCX_NET_DEVICES={environ['UCX_NET_DEVICES']}" if "UCX_NET_DEVICES" in environ else ""
     if not own:
         given = settings.backend_options.get("UCX", {}).get("engine_config", "").split(",")
         parts = (part.strip() for part in given)
         own = next((p for p in parts if p.removeprefix("UCX_").startswith("NET_DEVICES=")), "")
     if own:
-        return KVCard((), f"KV goes over what {own} allows, which goes before {KEY}: {wanted}")
+        return KVCard((), f"KV goes over what {own} allows, which overrides {KEY}: {wanted}")
     try:
         host = read_cards(environ=environ)
     except OSError as error:
@@ -58,9 +58,9 @@ def kv_card(settings: Settings, environ: Mapping[str, str] = os.environ) -> KVCa
 
 
 def why_unreachable(devices: Sequence[str]) -> Callable[[str], str] | None:
-    """Says why a reader's address cannot be served over ``devices``; None where UCX chooses."""
+    """Returns why an address cannot be served over ``devices``; None where UCX chooses."""
     cards = [device for device in devices if ":" not in device]
-    if len(cards) != 1 or len(devices) != 1:  # RDMA goes by no route, and several cards by many
+    if len(cards) != 1 or len(devices) != 1:  # RDMA needs no route; several cards have several
         return None
 
     warn = QuietLog(log).warning
@@ -71,8 +71,8 @@ def why_unreachable(devices: Sequence[str]) -> Callable[[str], str] | None:
                 reason = f"KV goes over {cards[0]}, which has no route to {host}"
                 warn("pdconn: connection refused: %s; add one, or set %s", reason, KEY)
                 return reason
-        except (OSError, ValueError) as error:  # then UCX finds out
-            log.debug("pdconn: routes are not known: %s", error)
+        except (OSError, ValueError) as error:  # UCX reports an unreachable peer itself
+            log.debug("pdconn: routes are unknown: %s", error)
         return ""
 
     return why

@@ -1,4 +1,4 @@
-"""The cores that vLLM bound a model on CPUs to."""
+"""The cores to which vLLM has bound a model on CPUs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 def bound_cores(
     own: set[int], parent: set[int], ranks: int, environ: Mapping[str, str] = os.environ
 ) -> set[int] | None:
-    """The cores that vLLM bound the ranks of the model to; None where it bound none.
+    """The cores to which vLLM has bound the model's ranks; None where it has bound none.
 
-    A rank sees its own binding only, those of the others are in ``VLLM_CPU_OMP_THREADS_BIND``.
-    Where they are not known, they have all.
+    A rank knows its own binding; those of the others are in ``VLLM_CPU_OMP_THREADS_BIND``.  If they
+    are unknown, all cores of the engine are returned.
     """
     if own >= parent:
         return None
@@ -27,7 +27,7 @@ def bound_cores(
 
 
 def _listed(text: str) -> set[int]:
-    """Cores in vLLM's notation, ranks divided by ``|``.
+    """Cores in vLLM's notation, with ``|`` between ranks.
 
     >>> sorted(_listed("0-2|8,10"))
     [0, 1, 2, 8, 10]

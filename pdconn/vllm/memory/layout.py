@@ -1,9 +1,9 @@
-"""The memory order that vLLM is asked for, and what it means for transfers.
+"""The memory order that vLLM is asked for, and its effect on transfers.
 
-vLLM asks the connector's class once, before memory is laid out.  ``VLLM_KV_CACHE_LAYOUT`` goes
-before our answer, and a layout that a backend does not read is dropped with a warning, so a
-preference never stops an engine.  See :mod:`pdconn.tools.plan.layer_memory` for which it is and
-why; the key ``layout`` replaces it.
+vLLM asks the connector's class once, before it allocates memory.  ``VLLM_KV_CACHE_LAYOUT`` takes
+precedence, and vLLM drops a layout that a backend does not support with a warning, so a preference
+never stops an engine.  :mod:`pdconn.tools.plan.layer_memory` explains the default; the key
+``layout`` replaces it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _I64 = NDArray[np.int64]
 
 
 def wanted_layout(config: Any) -> str | None:
-    """The name of the layout to ask vLLM for; None to take the backend's own.
-
-    Without the key there is none for MLA, which has one head, and none on ROCm, where backends
-    put layouts first that their native kernels need.
+    """The name of the layout to ask vLLM for; None for the backend's own.
 
     Args:
         config: vLLM's configuration.
@@ -44,13 +41,14 @@ def wanted_layout(config: Any) -> str | None:
     if asked != OUR_LAYOUT:
         return asked
     model = config.model_config
+    # MLA has one head; on ROCm backends prefer the layouts that their native kernels need.
     if model is None or model.use_mla or current_platform.is_rocm():
         return None
     return PREFERRED
 
 
 def report_layout(asked: str, resolved: str, references: KVCacheReferences) -> None:
-    """Log the layout in use, and in pieces of how many bytes its blocks move."""
+    """Log the layout in use, and the size of the pieces in which its blocks move."""
     groups = ", ".join(
         f"{group.kind} {_nbytes(equal)}, {_nbytes(unequal)}"
         for number, group in enumerate(references.groups)
@@ -65,17 +63,17 @@ def report_layout(asked: str, resolved: str, references: KVCacheReferences) -> N
     )
     if asked not in (OUR_LAYOUT, NO_LAYOUT, resolved):
         log.warning(
-            "pdconn: layout %s was asked for and %s is in use: VLLM_KV_CACHE_LAYOUT goes first, "
-            "and vLLM drops what an attention backend does not read",
+            "pdconn: layout %s is configured and %s is in use: VLLM_KV_CACHE_LAYOUT takes "
+            "precedence, and vLLM drops a layout that the attention backend does not support",
             asked,
             resolved,
         )
 
 
 def run_nbytes(references: KVCacheReferences, number: int) -> tuple[int, int]:
-    """Bytes of the smallest piece in which a block of a group moves: whole, and one head of it.
+    """Bytes of the smallest piece of a group's block when it moves whole, and when one head does.
 
-    A piece is a descriptor of a read, unless the blocks beside it are read as well.
+    A piece is a descriptor of a read, unless it is merged with neighbouring blocks.
     """
     group = references.groups[number]
     return _smallest(references, group, slice(None)), _smallest(references, group, slice(1))
@@ -93,7 +91,7 @@ def _smallest(references: KVCacheReferences, group: KVCacheGroupReference, heads
 def _cells(
     references: KVCacheReferences, group: KVCacheGroupReference, heads: slice
 ) -> Iterator[tuple[_I64, _I64]]:
-    """Addresses and sizes of what is contiguous for certain, in the first block."""
+    """Addresses and sizes of the cells of the first block, which are contiguous."""
     for data in group.data:
         row = references.tensors[data.tensor].base + data.offset
         head = row + np.arange(data.num_heads)[heads] * data.head_stride

@@ -1,4 +1,4 @@
-"""Opening a worker's transport: on which cores its threads run, and which one it is."""
+"""Opens a worker's transport, and chooses the cores of its threads."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def open_transport(settings: Settings, config: VllmConfig, name: str, *, lends: bool) -> Transport:
-    """Open the transport that ``settings`` ask for; called on the thread of the model.
+    """Open the configured transport; called on the model's thread.
 
     Raises:
-        TransportUnavailable: it is not available here, or invalid options.
-        ConfigError: ``kv_interface`` asks for a card that is not here.
+        TransportUnavailable: it is not available here, or its options are invalid.
+        ConfigError: ``kv_interface`` names a card that this machine does not have.
     """
     drive_on = cores_beside_model(settings, config)
     card = kv_card(settings)
@@ -61,10 +61,10 @@ def open_nixl(
     lends: bool,
     drive_on: frozenset[int] | None = frozenset(),
 ) -> NixlTransport:
-    """Open NIXL as ``settings`` say, or with other ``options`` of its backends.
+    """Open NIXL by ``settings``, or with other ``options`` of its backends.
 
     Raises:
-        TransportUnavailable: it is not available here, or invalid options.
+        TransportUnavailable: it is not available here, or its options are invalid.
     """
     options = settings.backend_options if options is None else options
     if lends and config.model_config.enable_sleep_mode:
@@ -80,7 +80,7 @@ def open_nixl(
 
 
 def cores_beside_model(settings: Settings, config: VllmConfig) -> frozenset[int] | None:
-    """Cores for a thread that spins, see :func:`spare_cores`."""
+    """Cores for a thread that spins, as returned by :func:`spare_cores`."""
     if settings.progress_cores == 0:
         return frozenset()
     ranks = config.parallel_config.world_size
@@ -90,8 +90,8 @@ def cores_beside_model(settings: Settings, config: VllmConfig) -> frozenset[int]
     spare = spare_cores(own, parent, bound_cores(own, parent, ranks), ranks * threads)
     if settings.progress_cores and spare is not None and not spare:
         log.warning(
-            "pdconn: progress_cores=1, but the model has every core: %s; NIXL's progress thread "
-            "rests",
+            "pdconn: progress_cores=1, but the model uses every core: %s; NIXL's progress thread "
+            "does not spin",
             sorted(parent),
         )
     return spare

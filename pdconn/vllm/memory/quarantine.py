@@ -1,8 +1,8 @@
-"""Blocks of decode that a read can still write to, although their request is over.
+"""Blocks of decode to which a read can still write, although their request has failed.
 
-A read cannot be cancelled.  When it hangs (a stopped peer, a lost route), its request is
-reported failed after ``drain_timeout``, and the engine frees the request's blocks; a
-reference of our own keeps them out of the pool until every rank's read has settled.
+A read cannot be cancelled.  When it hangs (a stopped peer, a lost route), its request is reported
+failed after ``drain_timeout``, and vLLM frees the request's blocks; a reference of our own keeps
+them out of the pool until every rank's read has settled.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def use_pool(self, block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 
     def keep_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """A rank's read can still write to these blocks.  Call it before the engine frees them."""
+        """Pin blocks to which a rank's read can still write.  Call it before vLLM frees them."""
         blocks = pin_blocks(self._pool, block_ids)
         self._held.setdefault(request_id, []).append(blocks)
         log.warning("pdconn: blocks quarantined: request=%s blocks=%d", request_id, len(blocks))
 
     def end_read(self, request_id: str) -> None:
-        """A rank's read has settled.  The blocks go back to the pool after the last rank's."""
+        """Record that a rank's read has settled; the last one unpins the blocks."""
         self._ended[request_id] = self._ended.get(request_id, 0) + 1
         if self._ended[request_id] < len(self._held[request_id]):
             return
         del self._ended[request_id]
         for blocks in self._held.pop(request_id):
             unpin_blocks(self._pool, blocks)
-        log.warning("pdconn: blocks out of quarantine: request=%s", request_id)
+        log.warning("pdconn: blocks released from quarantine: request=%s", request_id)

@@ -131,7 +131,7 @@ def rehearse(reader: PagedTransport, lender: PagedTransport, limit_s: float | No
     boot, request = secrets.token_hex(8), _NAME
     lent = _references(lender.page.memory)
     geometry = RankGeometry(0, 0, lender.transport.address(), lent)
-    welcome = Welcome.of(_NAME, boot, _TRAITS, (geometry,))
+    welcome = Welcome.in_our_version(_NAME, boot, _TRAITS, (geometry,))
     blocks = (BlockList(0, (1,)),)
     with closing(Lender(welcome, _HOST, 0, security=security, is_summing=True)) as serving:
         ticket = Ticket(_NAME, boot, request, _HOST, serving.port, _BLOCK_TOKENS, _NAME, blocks)
@@ -148,20 +148,20 @@ def rehearse(reader: PagedTransport, lender: PagedTransport, limit_s: float | No
                 security=security,
             )
         ) as puller:
-            puller.post(ClaimTicket(request, f"{_NAME}/{boot}", ticket))
-            puller.post(ReadBlocks(request, Need.for_range(0, _BLOCK_TOKENS, blocks)))
+            puller.post_command(ClaimTicket(request, f"{_NAME}/{boot}", ticket))
+            puller.post_command(ReadBlocks(request, Need.for_range(0, _BLOCK_TOKENS, blocks)))
             _await_report(puller, limit_s)
 
 
 def _await_report(puller: Puller, limit_s: float) -> None:
     give_up = time.monotonic() + limit_s
     while time.monotonic() < give_up:
-        results = puller.collect()
+        results = puller.take_results()
         if results.failed:
             raise RehearsalFailed(results.failed[0].reason)
         if results.records:
             return
-        puller.wait(0.05)
+        puller.wait_for_report(0.05)
     raise RehearsalFailed(f"not pulled within {limit_s:g} s")
 
 

@@ -1,14 +1,13 @@
 """pdconn under the name of vLLM's in-tree connector.
 
-Some routers and operators know connectors by their names only, and many manifests say
-``NixlConnector``.  vLLM takes the class from the module path by whatever name is asked for, so here
-that name is ours::
+Some routers and operators match connectors by name only, and many manifests contain
+``NixlConnector``.  vLLM looks up this name in the configured module, so here it is our class::
 
     {"kv_connector": "NixlConnector", "kv_connector_module_path": "pdconn.vllm.nixl", ...}
 
 Where no module path can be added, ``PDCONN_AS_NIXL=1`` does the same in vLLM's registry
-(:mod:`pdconn.vllm.nixl.registry`).  Importing this package does not import vLLM; asking for the
-class does.
+(:mod:`pdconn.vllm.nixl.connector_registry`).  Importing this package does not
+import vLLM; reading the class does.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Finds the scheduler that binds our connector, and checks what its methods use.
 
 vLLM passes its scheduler to no hook of a connector.  But the scheduler binds its block manager to
-connectors in its own constructor, and is found there, up the stack::
+connectors in its constructor, where it is found on the stack::
 
     Scheduler.__init__ ─► bind_kv_cache_manager(manager) ─► ours
 
@@ -23,7 +23,7 @@ SOURCES = {
 
 
 def scheduler_being_built() -> Any:
-    """The scheduler whose constructor has called us; None if there is none."""
+    """The scheduler whose constructor is calling us; None if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -34,9 +34,9 @@ def scheduler_being_built() -> Any:
 
 
 def unused_name(made: type, uses: tuple[tuple[str, str], ...]) -> str | None:
-    """The first pair of a method and a name in ``uses`` where the method does not use the name.
+    """The first pair of a method and a name in ``uses`` of which the method does not use the name.
 
-    An override that calls the method of its base class uses what that one uses.
+    An override that calls its base class's method also uses the names of that one.
     """
     for method, name in uses:
         if not _is_used(made, method, name):

@@ -1,16 +1,16 @@
-"""Resets of vLLM's prefix cache are seen by all parts that keep something of what it holds.
+"""Notifies parts of the connector of resets of vLLM's prefix cache.
 
-What is lent or being saved pins blocks, and a reset refuses while any block is in use; and nothing
-that was lent or stored before a reset may be used after it.  vLLM has no hook for that (it calls
-``reset_cache`` of connectors only where a caller asks for it), so we stand in front of the block
-pool's method, once::
+Leases and saves pin blocks, and vLLM refuses a reset while any block is in use; and no KV that was
+lent or stored before a reset may be used after it.  vLLM has no hook for that (it calls
+``reset_cache`` of connectors only if its caller requests it), so the block pool's method is
+wrapped, once::
 
     /reset_prefix_cache, /pause?clear_cache=true, sleep ─► pool.reset_prefix_cache()
-        before, the newest watcher first     saves end, leases are taken back: blocks are free
-        vLLM's own                           whether it could
-        after, the oldest first              what follows of it
+        before, the newest watcher first     saves and leases end: blocks are free
+        vLLM's own                           whether it has reset the cache
+        after, the oldest first              effects of the reset
 
-Replaced: ``reset_prefix_cache`` of the block pool of one engine, which all resets go through.
+Replaced: ``reset_prefix_cache`` of the block pool of one engine, which all resets call.
 Checked at the start by :func:`check_resets`.
 Tested by ``tests/vllm/patches/test_cache_resets.py``.
 """
@@ -34,7 +34,7 @@ SOURCES = {
 
 
 class _Resets:
-    """Replaces a pool's method, and calls it between its watchers."""
+    """Replaces a pool's method: calls watchers, the method, and watchers again."""
 
     def __init__(self, resetting: Callable[[], Any]) -> None:
         self._resetting = resetting
@@ -56,16 +56,16 @@ def watch_resets(
     before: Callable[[], object] | None = None,
     after: Callable[[bool], object] | None = None,
 ) -> None:
-    """See every reset of ``block_pool``: before it, and after it with whether there was one.
+    """Call ``before`` before each reset of ``block_pool``, and ``after`` with its result.
 
     Raises:
-        ConfigError: this vLLM's pool is reset in another way.
+        ConfigError: the pool's method takes arguments in this vLLM.
     """
     resets = block_pool.reset_prefix_cache
     if not isinstance(resets, _Resets):
         takes = list(inspect.signature(resets).parameters)
         if takes:
-            hint = "this vLLM works in another way, and pdconn does not know it yet"
+            hint = "this vLLM works differently, and pdconn does not support it yet"
             seen = ", ".join(takes)
             raise ConfigError("vLLM's reset_prefix_cache", "no arguments", seen, hint)
         resets = block_pool.reset_prefix_cache = _Resets(resets)
@@ -77,7 +77,7 @@ def watch_resets(
 
 @contextmanager
 def unwatched(block_pool: Any) -> Iterator[None]:
-    """Nobody sees resets of the pool for a while: nothing of the engine's own is in it."""
+    """No watcher is called inside: the pool has only dummy requests."""
     resets = block_pool.reset_prefix_cache
     if not isinstance(resets, _Resets):
         raise changed("BlockPool.reset_prefix_cache", "one that is watched", type(resets).__name__)
@@ -86,16 +86,16 @@ def unwatched(block_pool: Any) -> Iterator[None]:
 
 
 def check_resets(live: Live) -> None:
-    """Whether each reset of the scheduler's passes the watchers once, and leaves nothing cached.
+    """Check that each reset by the scheduler calls the watchers once, and leaves nothing cached.
 
     Raises:
-        ConfigError: naming the reset that works in another way.
+        ConfigError: naming the method that works differently.
     """
     resets, seen = live.pool.reset_prefix_cache, list[bool | str]()
     resets.before.append(lambda: seen.append("before"))
     resets.after.append(seen.append)
     name = "Scheduler.reset_prefix_cache"
-    with live.computed(live.end or live.tokens) as request:
+    with live.computed_request(live.end or live.tokens) as request:
         blocks = [block for block in live.blocks(request) if block.block_hash is not None]
         if live.is_found:
             expect("SingleTypeKVCacheManager.cache_blocks, blocks", True, bool(blocks))
@@ -106,5 +106,5 @@ def check_resets(live: Live) -> None:
     expect(f"{name}, what the pool's method saw", ["before", False, "before", True], seen)
     kept = [block.block_id for block in blocks if block.block_hash is not None]
     expect(f"{name}, blocks that are still found", [], kept)
-    found = live.manager.get_computed_blocks(live.request(live.tokens))[0].get_block_ids()
+    found = live.manager.get_computed_blocks(live.new_request(live.tokens))[0].get_block_ids()
     expect(f"{name}, blocks of a hit", set(), set().union(*found) - {0})  # a chunk's may be null

@@ -1,11 +1,11 @@
-"""Our connector's names in vLLM's registry, and the in-tree connector's where the user asks for it.
+"""Our connector's names in vLLM's registry, and the in-tree connector's if the user requests it.
 
-Where ``kv_connector_module_path`` is given, vLLM finds the class there.  Without it, it looks a
-name up in a registry that refuses names which it has already, as it has ``NixlConnector``.
+With ``kv_connector_module_path`` vLLM finds the class there.  Without it, vLLM looks up a name in a
+registry, which refuses names that it has, such as ``NixlConnector``.
 
 Replaced: entries of ``KVConnectorFactory._registry`` under the names in
-:data:`pdconn.vllm.nixl.registry.REPLACED`, with ``PDCONN_AS_NIXL=1`` alone.
-Checked at the start: vLLM refuses a connector whose name it does not find.
+:data:`pdconn.vllm.nixl.connector_registry.REPLACED`, with ``PDCONN_AS_NIXL=1`` alone.
+Checked at the start: vLLM refuses a connector with an unknown name.
 Tested by ``tests/vllm/nixl/test_names.py``.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdconn.vllm.nixl.registry import NAMES, REPLACED
+from pdconn.vllm.nixl.connector_registry import NAMES, REPLACED
 
 SOURCES = {
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.register_connector": (
@@ -23,13 +23,13 @@ SOURCES = {
 }
 
 _MODULE, _CLASS = "pdconn.vllm", "PdconnConnector"
-"""The package, and not the module below it, so that every question is answered there."""
+"""The package, through whose ``__getattr__`` the class is found."""
 
 
 def register_names(factory: Any, *, as_nixl: bool) -> None:
-    """Register our names, and with ``as_nixl`` the in-tree connector's as well.
+    """Register our names, and with ``as_nixl`` the in-tree connector's as well.  Idempotent.
 
-    May be called again; what another plugin has registered under our names is left alone.
+    Classes of another plugin under our names are kept.
 
     Args:
         factory: vLLM's ``KVConnectorFactory``.

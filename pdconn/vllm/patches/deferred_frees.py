@@ -1,18 +1,18 @@
-"""Blocks of a step in flight are freed once it is over, whatever the engine's role is.
+"""Blocks of a step in flight are freed after that step, whatever the engine's role.
 
-With asynchronous scheduling, and with pipeline parallelism, vLLM schedules a step while the one
-before still runs.  A request that is aborted or preempted meanwhile leaves blocks that the running
-step will write.  A request that computes may have them at once: its own step runs behind that
-one.  A load may not, since it writes from another stream, or from another host::
+With asynchronous scheduling, and with pipeline parallelism, vLLM schedules a step while the former
+one still runs.  A request that is aborted or preempted meanwhile leaves blocks that the running
+step writes.  A request that computes may have them at once, since its own step runs later.  A load
+may not, since it writes from another stream, or from another host::
 
     step 1   A writes block 7 ─────────────────────────►│
     A is aborted, block 7 is free
     B gets block 7 for a load          ══ load ══►      │  A's KV over B's
 
-vLLM has a fence for that (``defer_block_free``), which it raises for ``kv_role`` kv_consumer and
-kv_both alone, of the outermost connector.  A store loads under any role, and below MultiConnector
-the role of the outer one need not be ours.  So an engine of which we fill blocks raises the fence
-itself.  Where steps do not overlap it frees at once, so it is raised in any mode.
+vLLM has a fence for that (``defer_block_free``), which it enables only for the ``kv_role``
+kv_consumer or kv_both of the outermost connector.  A store loads with any role, and below
+MultiConnector the outer role may differ from ours.  So if we fill blocks of an engine, we enable
+its fence.  If steps do not overlap, vLLM frees at once in spite of it.
 
 Written: ``Scheduler.defer_block_free`` of one engine.
 Checked at the start by :func:`defer_frees`, which reads the code, and :func:`check_frees`.
@@ -43,45 +43,44 @@ _USES = (
     ("_free_blocks", "_free_request_blocks"),  # aborted and finished requests
     ("_preempt_request", "_free_request_blocks"),
 )
-"""Methods of the scheduler, and a name that each must use for the fence to hold."""
+"""Methods of the scheduler, with a name that each must use for the fence to work."""
 
 
 def defer_frees() -> None:
-    """Raise the fence of the scheduler that is being built; called while it binds us.
+    """Enable the fence of the scheduler under construction; called while it binds us.
 
     Raises:
-        ConfigError: no scheduler of vLLM's is being built, or it has no such fence.
+        ConfigError: no scheduler is under construction, or it has no such fence.
     """
     scheduler = scheduler_being_built()
     seen = "none that binds us" if scheduler is None else missing(type(scheduler))
     if seen is None and _FENCE not in vars(scheduler):
         seen = f"one that has not set it when it binds connectors: {type(scheduler).__name__}"
     if seen is not None:
-        hint = "without it a step that still runs may write over what is loaded"
+        hint = "without it a running step may overwrite loaded blocks"
         raise ConfigError("vLLM's scheduler", f"one that frees by {_FENCE}", seen, hint)
     setattr(scheduler, _FENCE, True)
 
 
 def missing(made: type) -> str | None:
-    """What of the fence a class of schedulers has not got, or None."""
+    """What a class of schedulers lacks for the fence, or None."""
     return unused_name(made, _USES)
 
 
 def check_frees(live: Live) -> None:
-    """Whether blocks of a request in flight are free once its step has been processed, not before.
-
-    A step is neither scheduled nor processed for that, since all connectors would see it: what
-    these do with the fence is read off their code (:func:`missing`).
+    """Check that blocks of a request in flight are freed after its step has been processed.
 
     Raises:
-        ConfigError: naming what works in another way.
+        ConfigError: naming the method that works differently.
     """
+    # No step is scheduled or processed, since all connectors would be called: what these methods do
+    # with the fence is checked by their code (:func:`missing`).
     from vllm.v1.core.sched.output import SchedulerOutput
 
     if not vars(live.scheduler)[_FENCE]:
-        return  # neither vLLM nor we fill blocks of this engine
+        return  # blocks of this engine are not loaded
     free = live.pool.get_num_free_blocks()
-    with live.computed(live.tokens) as request:
+    with live.computed_request(live.tokens) as request:
         held = len(live.blocks(request))
         live.scheduler.requests[request.request_id] = request
         step = SchedulerOutput.make_empty()

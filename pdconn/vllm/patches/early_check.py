@@ -1,17 +1,17 @@
-"""Our configuration is checked when vLLM first asks for our class, before any weights are loaded.
+"""Our configuration is checked when vLLM first looks up our class, before weights are loaded.
 
-vLLM builds a connector after the model is in memory.  A mistake in ``kv_connector_extra_config``
-would be reported then, minutes into a start.  But it asks for the class much earlier, in the API
-server, to see whether it supports the hybrid KV cache manager::
+vLLM creates a connector after the model is in memory, so an error in ``kv_connector_extra_config``
+would be reported minutes into a start.  But it looks up the class much earlier, in the API server,
+to see whether it supports the hybrid KV cache manager::
 
     VllmConfig.__post_init__ ─► supports_hma_config ─► get_connector_class(kv_transfer_config)
                                                            └─► pdconn.vllm.PdconnConnector
 
-No method of the class is called there with the configuration, so it is found up the stack.  If it
-is not there (``--no-disable-hybrid-kv-cache-manager`` leaves the question out), nothing is refused
-early: the connector checks the same when it is built.
+No method of the class is called there with the configuration, so it is taken from the stack.  If it
+is not there (``--no-disable-hybrid-kv-cache-manager`` skips the look-up), nothing is refused early:
+the connector checks the same when it is created.
 
-Nothing is replaced.  Checked at the start: what is not found here is checked later.
+Nothing is replaced.  Checked at the start: a configuration that is not found here is checked later.
 Tested by ``tests/vllm/patches/test_early_check.py``.
 """
 
@@ -35,17 +35,17 @@ _ASKS, _WITH = "get_connector_class", "kv_transfer_config"
 
 
 class ConfigRefused(FieldError):
-    """A mistake in our configuration.
+    """Our configuration is invalid.
 
-    No ValueError: pydantic, in which vLLM asks, would put words of its own around one.
+    It is no ValueError, since vLLM calls us inside pydantic, which would wrap one.
     """
 
 
 def check_asked_configuration() -> None:
-    """Check what our class is being asked for with, if vLLM's configuration is being made.
+    """Check the configuration for which our class is looked up, if it is under construction.
 
     Raises:
-        ConfigRefused: naming the key, what was expected and what came.
+        ConfigRefused: naming the key, the expected and the seen value.
     """
     found = asked_configuration(inspect.currentframe())
     if found is None:
@@ -57,7 +57,7 @@ def check_asked_configuration() -> None:
         if config.model_config is not None:
             check_supported(config, transfer)
         settings = read_transfer(transfer)
-        # The side channel is served where the scheduler is, on the first node of an engine.
+        # The scheduler, on the first node of an engine, serves the side channel.
         if transfer.is_kv_producer and config.parallel_config.node_rank == 0:
             check_reachable(settings)
     except FieldError as error:
@@ -65,10 +65,10 @@ def check_asked_configuration() -> None:
 
 
 def asked_configuration(frame: FrameType | None) -> tuple[Any, Any] | None:
-    """The ``VllmConfig`` in the making, and the ``KVTransferConfig`` that names our class.
+    """The ``VllmConfig`` under construction, and the ``KVTransferConfig`` that names our class.
 
-    None where a class is asked for at another time, as in workers, which need not be where the
-    side channel is.
+    None if the class is looked up at another time, as in workers, which may be on other nodes than
+    the side channel.
     """
     transfer = None
     while frame is not None:

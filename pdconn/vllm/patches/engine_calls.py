@@ -1,18 +1,18 @@
-"""Calls that may change weights are told before they are made.
+"""Notifies of calls that may change weights, before they are made.
 
-A trainer or an operator changes weights in the workers, and reaches those through the engine core::
+A trainer or an operator changes weights in the workers through the engine core::
 
     /update_weights, /collective_rpc, LLM.collective_rpc, LLM.apply_model
         └─► EngineCore.collective_rpc(method) ──► every worker
-                       └─► our scheduler: what was computed before is of other weights
+                       └─► our scheduler: earlier KV is of other weights
 
-vLLM has no hook for it, so we stand in front of that method, and of the one by which a trainer
-names the new weights.  Any call that is not known to leave weights alone counts as one that changes
-them: an extension of workers may call its own what it likes.  The engine core's thread makes the
+vLLM has no hook for that, so this method is wrapped, and the one by which a trainer gives new
+weights a version.  Any method that is not known to keep the weights counts as one that changes
+them, since extensions of workers have methods of any name.  The engine core's thread makes the
 call, so no step is scheduled meanwhile.
 
-Not seen is what goes past the engine core: a worker that is held in the same process and changed
-there (``llm_engine.model_executor``).  docs/operations.md says so.
+Changes in a worker of the same process (``llm_engine.model_executor``) are not detected, as
+docs/operations.md says.
 
 Replaced: ``EngineCore.collective_rpc`` and ``EngineCore.set_weight_version``, of all engines.
 Checked at the start by :func:`watch_updates`.
@@ -55,40 +55,40 @@ _HARMLESS = frozenset(
         "update_max_model_len",
     }
 )
-"""Calls of vLLM that leave weights as they are, in 0.32 and 0.33."""
+"""Methods of vLLM 0.32 and 0.33 that do not change weights."""
 
 _TAKES = {
     "collective_rpc": ["self", "method", "timeout", "args", "kwargs"],
     "set_weight_version": ["self", "weight_version"],
 }
-"""What methods of ``EngineCore`` take."""
+"""Parameters of methods of ``EngineCore``."""
 
 
 _RELOAD = "reload_weights"
-"""Reads the model's files anew, or those of another path."""
+"""Reads the model's files again, or those at another path."""
 
 
 class Watcher(Protocol):
-    """Is told of calls that may change weights."""
+    """Is notified of calls that may change weights."""
 
     def weights_changed(self, call: str) -> None:
-        """A call of this name is about to be made."""
+        """The method named ``call`` is about to be called."""
 
     def weights_reloaded(self, path: str | None, since: float) -> None:
-        """Weights were read from ``path``, or from where they were, after ``since``."""
+        """The weights were read from ``path``, or from where they were, after ``since``."""
 
     def weights_named(self, version: str) -> None:
-        """The trainer gave the weights a version (``weight_version``)."""
+        """A trainer has given the weights a version (``weight_version``)."""
 
 
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_updates(watcher: Watcher) -> None:
-    """Tell ``watcher`` of calls of this process's engine cores, as long as it lives.
+    """Notify ``watcher`` of calls of this process's engine cores, as long as it exists.
 
     Raises:
-        ConfigError: this vLLM's engine core makes them in another way.
+        ConfigError: the engine core's methods have other parameters in this vLLM.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -96,7 +96,7 @@ def watch_updates(watcher: Watcher) -> None:
         for method, takes in _TAKES.items():
             seen = list(inspect.signature(getattr(EngineCore, method)).parameters)
             if seen != takes:
-                hint = "weights that change under an engine would not be seen"
+                hint = "changes of weights would not be detected"
                 raise ConfigError(f"EngineCore.{method}", ", ".join(takes), ", ".join(seen), hint)
         EngineCore.collective_rpc = _watched(EngineCore.collective_rpc)
         EngineCore.set_weight_version = _noted(EngineCore.set_weight_version)

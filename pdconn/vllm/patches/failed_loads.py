@@ -1,16 +1,16 @@
-"""Optional loads that fail are recomputed, whatever ``kv_load_failure_policy`` says.
+"""Optional loads that fail are recomputed under every ``kv_load_failure_policy``.
 
-A whole prompt is pulled because the request's ticket asks for it; what follows a failure is the
-policy's choice.  Loads from a store, and pulls of a prefix that another engine lends, are optional:
-they only save time, so no request fails because of them.  But vLLM has one policy per engine::
+If the pull of a whole prompt fails, the policy decides.  Loads from a store, and pulls of a prefix
+that another engine lends, are optional: they only save time, so no request fails because of them.
+But vLLM has one policy per engine::
 
     update_from_output ─► _handle_failed_recving(names)
                               fail        the client's error, before any connector is asked
                               recompute   no token is computed; the next step frees the blocks,
-                                          and looks up the request anew
+                                          and looks up the request again
 
-So we wrap that method, on the scheduler that binds us: for requests whose load is optional it
-decides as it does under ``recompute``.
+So that method is wrapped, on the scheduler that binds us: requests whose load is optional are
+always handled by ``recompute``.
 
 Replaced: ``Scheduler._handle_failed_recving`` of one engine.
 Checked at the start by :func:`recompute_failed_loads`, which reads the code, and
@@ -43,19 +43,19 @@ _USES = (
     ("_update_waiting_for_remote_kv", _FAILED),
     ("_update_waiting_for_remote_kv", "free"),
 )
-"""Methods of the scheduler, and a name that each must use for a failed load to be computed."""
+"""Methods of the scheduler, with a name that each must use for a failed load to be computed."""
 
 _TAKES = ["self", "failed_req_ids"]
 
 
 def recompute_failed_loads(is_optional: Callable[[str], bool]) -> None:
-    """Have the scheduler under construction recompute requests whose optional load has failed.
+    """Make the scheduler under construction recompute requests whose optional load has failed.
 
     Args:
-        is_optional: whether the load that the request of this id waits for is optional.
+        is_optional: whether the load of a request, by its id, is optional.
 
     Raises:
-        ConfigError: no scheduler of vLLM's is being built, or it decides in another way.
+        ConfigError: no scheduler is under construction, or it handles failed loads differently.
     """
     scheduler = scheduler_being_built()
     seen = "none that binds us" if scheduler is None else missing(type(scheduler))
@@ -80,7 +80,7 @@ def recompute_failed_loads(is_optional: Callable[[str], bool]) -> None:
 
 
 def missing(made: type) -> str | None:
-    """What a class of schedulers does not do as it did, or None."""
+    """What a class of schedulers lacks for that, or None."""
     deciding = getattr(made, "_handle_failed_recving", None)
     if deciding is None:
         return f"{made.__name__} without _handle_failed_recving"
@@ -91,16 +91,16 @@ def missing(made: type) -> str | None:
 
 
 def check_failed_loads(live: Live) -> None:
-    """Whether the policy decides what becomes of a request whose load has failed.
+    """Check that the policy decides about a request whose load has failed.
 
     Raises:
-        ConfigError: naming what works in another way.
+        ConfigError: naming the method that works differently.
     """
     from vllm.v1.request import RequestStatus
 
     scheduler, name = live.scheduler, "Scheduler._handle_failed_recving"
     for is_recomputed in (False, True):
-        request = live.request(live.tokens)
+        request = live.new_request(live.tokens)
         failed = {request.request_id}
         request.status, request.num_computed_tokens = RequestStatus.WAITING_FOR_REMOTE_KVS, 1
         scheduler.requests[request.request_id] = request

@@ -1,10 +1,11 @@
 """vLLM's own block manager and scheduler of a starting engine, with dummy requests in them.
 
-What pdconn believes of vLLM's insides is tried on these before the engine's first request::
+Assumptions about vLLM's internals are tested on these before the engine's first request::
 
-    with live.lent(): ...              nothing is counted, logged or reported; all is put back
-    live.computed(n), live.loaded(n)   a dummy request with blocks for ``n`` tokens
-    expect(name, expected, seen)       a belief
+    with live.lent(): ...              nothing is counted, logged or reported; all is restored
+    live.computed_request(n)           a dummy request that has computed ``n`` tokens
+    live.loaded_request(n)             a dummy request with blocks for a load of ``n`` tokens
+    expect(name, expected, seen)       an assumption
 
 Dummy requests have equal tokens and equal hashes, which no real prompt has.
 """
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # what only pins blocks is imported without vLLM
     from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
 
 _MOST_BLOCKS = 512
-"""Of a dummy request: the test takes milliseconds whatever the engine's blocks are."""
+"""Blocks of a dummy request, so that the test takes milliseconds in any engine."""
 
 _PUT_BACK = (bool, int, float, str, type(None))
 _REFILLED = (dict, set, list, deque)
@@ -36,29 +37,29 @@ _REFILLED = (dict, set, list, deque)
 _NAME = "pdconn-self-test"
 
 _WANDERING = 16
-"""Blocks that were cached are freed behind all others, so that each dummy request gets new ones."""
+"""Cached blocks are freed to the end of the free list, so each dummy request has other blocks."""
 
 
 def expect(name: str, expected: object, seen: object) -> None:
-    """A belief about vLLM.
+    """Check an assumption about vLLM.
 
     Raises:
-        ConfigError: naming the inside that works in another way.
+        ConfigError: naming the internal that works differently.
     """
     if seen != expected:
         raise changed(name, expected, seen)
 
 
 def changed(name: str, expected: object, seen: object) -> ConfigError:
-    """The error that stops an engine: one line that names what works in another way."""
-    hint = "this vLLM works in another way, and pdconn does not know it yet"
+    """The error that stops an engine: one line that names what works differently."""
+    hint = "this vLLM works differently, and pdconn does not support it yet"
     return ConfigError(f"vLLM's {name}", expected, seen, hint)
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner`` has another attribute for a while."""
-    had = vars(owner).get(name, owner)  # no attribute of an object is the object
+    """Set an attribute of ``owner``, and restore it at the end."""
+    had = vars(owner).get(name, owner)  # ``owner`` itself: it has no such attribute
     setattr(owner, name, value)
     try:
         yield
@@ -70,18 +71,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Live:
-    """The block manager of an engine that has not had a request, to try beliefs on.
+    """The block manager of an engine that has not had a request, for the self-test.
 
     Attributes:
         manager: vLLM's ``KVCacheManager``.
         scheduler: vLLM's, which has that manager.
         pool: its ``BlockPool``.
-        answers: what caches windows of requests that end; None if nothing does.
+        answers: caches windows of finished requests; None if there is none.
         cached: managers of the groups whose blocks are found by hashes.
-        segment: tokens; a hit is a multiple of so many.
-        num_segments: that fit into a dummy request: 2, or fewer where the pool or the longest
-            prompt is too small; 0 without prefix caching.
-        tokens: of a dummy request's longest prompt, which is one longer than its segments.
+        segment: tokens; hits are multiples of this.
+        num_segments: of a dummy request: 2, or fewer if the pool or the longest prompt is too
+            small; 0 without prefix caching.
     """
 
     def __init__(self, manager: Any, scheduler: Any, answers: AnswerWindows | None) -> None:
@@ -98,22 +98,19 @@ class Live:
 
     @property
     def tokens(self) -> int:
-        """See the class; without a whole segment what fits into a block of each group."""
+        """Tokens of a dummy request's longest prompt: its segments and one more, or one block."""
         least = min(one.block_size for one in self.managers)
         return self.end + 1 if self.end else min(least, self.manager.max_model_len)
 
     @property
     def end(self) -> int:
-        """Tokens of a dummy request's whole segments; 0 where there is no room for one."""
+        """Tokens of a dummy request's whole segments; 0 if no segment fits."""
         return self.num_segments * self.segment
 
     @property
     def is_found(self) -> bool:
-        """Whether a later request finds the whole segments of one before it, to the last token.
-
-        It does not with a drafter, since hits are shorter by what that reads, nor with a window of
-        one token, of which vLLM keeps nothing.
-        """
+        """Whether a later request hits all whole segments of an earlier one."""
+        # With a drafter hits are shorter; and of a window of one token vLLM keeps nothing.
         has_drafter = any(one.use_eagle for one in self.managers)
         others = [one for one in self.cached if not _is_state(one)]
         return self.end > 0 and not has_drafter and not any(map(_keeps_nothing, others))
@@ -125,11 +122,11 @@ class Live:
         return tokens <= self.manager.max_model_len and needed <= min(free, _MOST_BLOCKS)
 
     def _num_blocks(self, tokens: int) -> int:
-        """At most, of a request; states have blocks for drafts and for a checkpoint, too."""
+        """Blocks of a request, at most; states have some for drafts and for a checkpoint, too."""
         return sum(-(-tokens // one.block_size) + _num_further(one) for one in self.managers)
 
-    def request(self, tokens: int) -> Request:
-        """A dummy request that has no blocks yet."""
+    def new_request(self, tokens: int) -> Request:
+        """A dummy request without blocks."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -140,9 +137,9 @@ class Live:
         return made
 
     @contextmanager
-    def computed(self, tokens: int) -> Iterator[Request]:
-        """A dummy request that has computed so many tokens of the longest prompt."""
-        request = self.request(self.tokens)
+    def computed_request(self, tokens: int) -> Iterator[Request]:
+        """A dummy request that has computed ``tokens`` tokens of the longest prompt."""
+        request = self.new_request(self.tokens)
         self.manager.new_step_starts()
         self._allocate(request, tokens)
         request.num_computed_tokens = tokens
@@ -150,15 +147,15 @@ class Live:
         self.manager.free(request)
 
     @contextmanager
-    def loaded(self, tokens: int, *, hit: Any = None, held: int = 0) -> Iterator[Request]:
-        """A dummy request that has blocks for tokens which a connector brings, and are not there.
+    def loaded_request(self, tokens: int, *, hit: Any = None, held: int = 0) -> Iterator[Request]:
+        """A dummy request with blocks for tokens that a connector has yet to load.
 
         Args:
-            tokens: of its prompt that it has blocks for.
-            hit: blocks that it has of a hit.
+            tokens: of its prompt for which it has blocks.
+            hit: blocks of a local hit.
             held: tokens of that hit.
         """
-        request = self.request(self.tokens)
+        request = self.new_request(self.tokens)
         self.manager.new_step_starts()
         self._allocate(
             request,
@@ -178,24 +175,24 @@ class Live:
             raise changed("KVCacheManager.allocate_slots", "blocks", f"none, {free} are free")
 
     def blocks(self, request: Request) -> list[Any]:
-        """Blocks of a dummy request, of all groups, holes left out."""
+        """Blocks of a dummy request, of all groups, without holes."""
         held = (one.req_to_blocks[request.request_id] for one in self.managers)
         return [block for table in held for block in table if not block.is_null]
 
-    def forget(self) -> None:
-        """No dummy request finds blocks of those before it."""
+    def forget_cached(self) -> None:
+        """Reset the prefix cache: later dummy requests do not hit blocks of earlier ones."""
         expect("BlockPool.reset_prefix_cache", True, self.pool.reset_prefix_cache())
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend the manager, the pool and the scheduler to a test, and put all of them back.
+        """Restore the manager, the pool and the scheduler at the end.
 
-        Nothing of the pool is walked through but the blocks at the front of its free list.
+        Of the pool only the blocks at the front of its free list are visited.
         """
         pool, owners = self.pool, (self.manager, self.pool, self.scheduler, *self.managers)
         expect("BlockPool of a starting engine", 0, len(pool.cached_block_hash_to_block))
         before = [(owner, _state_of(owner)) for owner in owners]
-        references = pool.null_block.ref_cnt  # vLLM counts those of the null block, and reads none
+        references = pool.null_block.ref_cnt  # counted by vLLM, but never read
         front = _front(pool, self._num_blocks(self.tokens) * _WANDERING)
         with ExitStack() as quiet:
             log = logging.getLogger(type(pool).__module__)
@@ -203,11 +200,11 @@ class Live:
             quiet.enter_context(replaced(pool, "metrics_collector", None))
             quiet.enter_context(replaced(pool, "enable_kv_cache_events", False))
             quiet.enter_context(replaced(self.manager, "log_stats", False))
-            # A reset goes through all blocks of the pool: of those only these have been used.
+            # A reset visits all blocks of the pool, of which only these have been used.
             quiet.enter_context(replaced(pool, "blocks", _Front(pool.blocks, front)))
             yield
-            pool.touch(front)  # they leave the free list, wherever they are in it now,
-            pool.free_blocks(front)  # and come to its front again, in their old order
+            pool.touch(front)  # remove them from the free list, wherever they are,
+            pool.free_blocks(front)  # and put them at its front again, in their former order
         for owner, state in before:
             _put_back(owner, state)
         pool.null_block.ref_cnt = references
@@ -219,7 +216,7 @@ class Live:
 
 
 class _Front:
-    """A pool's blocks by their numbers, of which only some are gone through."""
+    """A pool's blocks by their numbers; iterates over some of them only."""
 
     def __init__(self, blocks: Sequence[Any], front: Sequence[Any]) -> None:
         self._blocks, self._front = blocks, front
@@ -249,7 +246,7 @@ def _is_cached(manager: Any) -> bool:
 
 
 def _num_further(manager: Any) -> int:
-    """Blocks of a request beside those of its tokens, at most."""
+    """Blocks of a request in addition to those of its tokens, at most."""
     return int(manager.kv_cache_spec.num_speculative_blocks) + 2 if _is_state(manager) else 1
 
 
@@ -260,7 +257,7 @@ def _is_state(manager: Any) -> bool:
 
 
 def _keeps_nothing(manager: Any) -> bool:
-    """Whether a token attends to none before it, so that vLLM's look-ups want no block."""
+    """Whether a token attends to no earlier one, so that vLLM's look-ups need no block."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     spec = manager.kv_cache_spec
@@ -268,7 +265,7 @@ def _keeps_nothing(manager: Any) -> bool:
 
 
 def _state_of(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Values of an object that a test may change: plain ones, and what containers contain."""
+    """Attributes of an object that a test may change: plain values, and copies of containers."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in vars(owner).items():
         if isinstance(value, _PUT_BACK):

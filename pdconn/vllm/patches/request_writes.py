@@ -1,12 +1,11 @@
-"""What is written to vLLM's requests, and what they are relied on for.
+"""Writes to vLLM's requests, and the fields that are read from them.
 
-A request is vLLM's own object, which a connector is given at its arrival, before its first look-up.
-No hook lets a connector shorten a prompt, or take parameters back that only look like ours.
+vLLM passes its own request object to a connector at its arrival, before its first look-up.  No hook
+lets a connector shorten a prompt, or remove invalid parameters.
 
 Written: ``prompt_token_ids``, ``num_prompt_tokens``, ``_all_token_ids``, ``max_tokens``,
 ``kv_transfer_params``.
-Read: tokens that were computed, tokens in flight, and all that would be overlooked without
-(:data:`NEEDED`).
+Read: computed tokens, tokens in flight, and the fields of :data:`NEEDED`.
 Checked at the start by :func:`check_requests`.
 Tested by ``tests/vllm/patches/test_request_writes.py``, and by ``tests/vllm/lends``.
 """
@@ -31,28 +30,23 @@ NEEDED = frozenset(
     ("abort_immediately", "cache_salt", "lora_request", "mm_features", "num_in_flight_tokens",
      "prompt_embeds", "resumable", "skip_reading_prefix_cache")
 )  # fmt: skip
-"""What requests have, and what of a prompt or of its progress would be overlooked without."""
+"""Fields of requests without which a property of a prompt or its progress would be missed."""
 
 
 def num_computed(request: Any) -> int:
-    """Tokens of the request that were computed; those of steps under way do not count.
-
-    Where a drafter's tokens are accepted and the answer ends before the last of them, vLLM counts
-    the others as computed, too, although the request never got them.
-    """
+    """Computed tokens of the request, without those of steps in flight."""
     settled = request.num_computed_tokens - request.num_in_flight_tokens
+    # If the answer ends before the last accepted draft token, vLLM counts more than there are.
     return max(0, min(int(settled), int(request.num_tokens)))
 
 
 def shorten(request: Any, num_tokens: int) -> None:
-    """Cut the prompt of a request that was not scheduled yet behind ``num_tokens`` tokens.
+    """Shorten the prompt of a request that was not scheduled yet to ``num_tokens`` tokens.
 
-    The engine computes one token after it, and ends the request.  Block hashes stay: they are
-    of full blocks, and vLLM uses no more of them than there are computed tokens.
-
-    In an engine without a process of its own the frontend and best-of-n siblings hold the same
-    list of tokens, so the request gets another.
+    The engine computes one token after it, and ends the request.
     """
+    # A new list: in an engine without a process of its own, the frontend and best-of-n siblings
+    # have the same one.  Block hashes stay: vLLM uses those of computed tokens only.
     request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
@@ -60,23 +54,20 @@ def shorten(request: Any, num_tokens: int) -> None:
 
 
 def answer_one_token(request: Any) -> None:
-    """Have the engine end a request behind its first token."""
+    """Make the engine end a request after its first output token."""
     request.max_tokens = 1
 
 
 def ask_of_wrong_params(request: Any) -> None:
-    """Have vLLM ask us of a request whose ``kv_transfer_params`` are no dict, as of a ticket.
+    """Replace ``kv_transfer_params`` that are no dict by those of a ticket.
 
-    It looks into them next, and we say later that the ticket is wrong.
+    vLLM reads them next, and then asks us about the request, whose ticket is invalid.
     """
     request.kv_transfer_params = {"do_remote_prefill": True}
 
 
 def drop_wrong_params(request: Any) -> None:
-    """Serve a request whose ``kv_transfer_params`` are no dict as if it had none.
-
-    Clients write them; vLLM looks into them after us, and we do at the request's end.
-    """
+    """Remove ``kv_transfer_params`` that are no dict, which vLLM, and later we, could not read."""
     params = request.kv_transfer_params
     if params is not None and not isinstance(params, dict):
         error = TicketError("kv_transfer_params", "an object", params)
@@ -85,12 +76,12 @@ def drop_wrong_params(request: Any) -> None:
 
 
 def check_requests(live: Live) -> None:
-    """Whether requests have what is read of them, and a shortened one is as long as it says.
+    """Check that requests have the fields that are read, and that they can be shortened.
 
     Raises:
-        ConfigError: naming what works in another way.
+        ConfigError: naming the field that works differently.
     """
-    request = live.request(live.tokens)
+    request = live.new_request(live.tokens)
     if lacking := sorted(NEEDED - set(vars(request))):
         raise changed("Request", ", ".join(lacking), "none")
     left = live.tokens - 1

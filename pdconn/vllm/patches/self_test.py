@@ -1,16 +1,16 @@
-"""Whether what is believed of vLLM's insides still holds, tried on the live engine at its start.
+"""Tests assumptions about vLLM's internals on the live engine, at its start.
 
-Much of what pdconn leans on would go on being there if its meaning changed, and answers would be
-wrong without a word.  So before an engine serves its first request, each part of this room tries
-what it believes on the engine's own block manager, block pool and scheduler, with dummy requests
-of a few blocks (:mod:`pdconn.vllm.patches.live`)::
+If the meaning of an internal changed, but not its name, answers would silently be wrong.  So before
+an engine serves its first request, each file of this folder tests its assumptions on the engine's
+own block manager, block pool and scheduler, with dummy requests of a few blocks
+(:mod:`pdconn.vllm.patches.live`)::
 
-    Scheduler.__init__ ─► bind_kv_cache_manager     our parts are put into the manager
-    workers are registered ─► SelfTest.run_once     each check_… is run, milliseconds in all
-                              ├─ holds              everything is put back as it was
-                              └─ does not           the engine stops, with a line that names what
+    Scheduler.__init__ ─► bind_kv_cache_manager     our parts wrap methods of the manager
+    workers are registered ─► SelfTest.run_once     each check_… runs, milliseconds in all
+                              ├─ passes             everything is restored
+                              └─ fails              the engine stops, with a line that names it
 
-It runs under any version of vLLM, and no key leaves it out.
+It runs with any version of vLLM, and cannot be disabled.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _CHECKS: tuple[Callable[[Live], None], ...] = (
 
 
 class SelfTest:
-    """Tries what is believed of vLLM, once.
+    """Runs the checks, once.
 
-    Built while the scheduler binds its block manager, which is how the scheduler is found.
+    Created while the scheduler binds its block manager, to find the scheduler on the stack.
 
     Args:
         manager: vLLM's ``KVCacheManager``; None before it is bound.
@@ -73,13 +73,13 @@ class SelfTest:
         self._is_over = False
 
     def run_once(self, answers: AnswerWindows | None) -> None:
-        """Run every check, before the engine's first request; a second call has no effect.
+        """Run every check, before the engine's first request.  Idempotent.
 
         Args:
-            answers: what caches windows of requests that end.
+            answers: caches windows of finished requests.
 
         Raises:
-            ConfigError: naming what works in another way.
+            ConfigError: naming the internal that works differently.
         """
         if self._is_over:
             return
@@ -92,7 +92,7 @@ class SelfTest:
             tried("BlockPool", lambda: _check_all(live))
         self._is_over = True
         log.info(
-            "pdconn: vLLM's block manager and scheduler work as believed: segments=%d tokens=%d "
+            "pdconn: vLLM's block manager and scheduler work as expected: segments=%d tokens=%d "
             "seconds=%.4f",
             live.num_segments,
             live.tokens,
@@ -104,14 +104,14 @@ def _check_all(live: Live) -> None:
     with live.lent():
         for check in _CHECKS:
             tried("block manager, block pool or scheduler", partial(check, live))
-            live.forget()
+            live.forget_cached()
 
 
 def tried(name: str, call: Callable[[], _Made]) -> _Made:
-    """What ``call`` returns, which uses vLLM's insides.
+    """The result of ``call``, which uses vLLM's internals.
 
     Raises:
-        ConfigError: of ``call``, or instead of whatever the changed vLLM raises, with its place.
+        ConfigError: from ``call``, or in place of any other exception, with its place.
     """
     try:
         return call()
@@ -120,4 +120,4 @@ def tried(name: str, call: Callable[[], _Made]) -> _Made:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1].name
         seen = f"{type(error).__name__} in {place}: {error}"
-        raise changed(f"insides ({name})", "those that were tested", seen[:300]) from error
+        raise changed(f"internals ({name})", "those that were tested", seen[:300]) from error

@@ -1,16 +1,16 @@
-"""vLLM's engine process is asked to stop, and leases are waited for.
+"""Lets vLLM's engine process wait for leases when it is shutting down.
 
-vLLM's engine process notes SIGTERM in a handler of its own, finishes its requests for up to
-``--shutdown-timeout`` seconds, and exits.  Leases are not requests, and no hook tells a connector
-of the signal, so we stand in front of that handler::
+vLLM's engine process handles SIGTERM: it finishes its requests for up to ``--shutdown-timeout``
+seconds, and exits.  Leases are not requests, and no hook notifies a connector of the signal, so
+that handler is wrapped::
 
     SIGTERM ──► ShutdownSignal ──► vLLM's handler
                      │
     engine loop: any work left? ──► has_pending_push_work() ──► leases, if a stop was requested
 
 Replaced: the handlers of SIGTERM and SIGINT in the engine's process, if they are vLLM's.
-Checked at the start: handlers of other programs are left alone, and an engine stops without
-waiting for leases then.
+Checked at the start: handlers of other programs are kept, and an engine stops without waiting for
+leases then.
 Tested by ``tests/vllm/patches/test_stop_signal.py``.
 """
 
@@ -31,26 +31,26 @@ SOURCES = {
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _TEARDOWN_S = 1.0
-"""Left of the shutdown time-out for closing the engine, before vLLM kills the process."""
+"""Reserved of the shutdown time-out for closing the engine, before vLLM kills the process."""
 
 
 def drain_s(config: Any) -> float:
-    """Seconds that leases may hold up an engine that was asked to stop.
+    """Seconds for which an engine that is shutting down may wait for leases.
 
     Args:
-        config: vLLM's configuration; without ``--shutdown-timeout`` nothing is waited for.
+        config: vLLM's configuration; without ``--shutdown-timeout`` the engine does not wait.
     """
     return max(0.0, config.shutdown_timeout - _TEARDOWN_S)
 
 
 class ShutdownSignal:
-    """Notes that vLLM's engine process was asked to stop.
+    """Records that vLLM's engine process has been signalled to stop.
 
     Args:
-        wait_s: seconds that leases may hold it up then.
+        wait_s: seconds for which it may wait for leases then.
 
     Attributes:
-        requested_at: when the first signal since :meth:`watch` came, by ``clock``; None before.
+        requested_at: when the first signal arrived, by ``clock``; None before.
     """
 
     def __init__(self, clock: Callable[[], float] = steady, wait_s: float = 0.0) -> None:
@@ -59,13 +59,13 @@ class ShutdownSignal:
 
     @property
     def until(self) -> float | None:
-        """Until when leases may hold it up, by ``clock``; None while no stop was requested."""
+        """Until when it may wait for leases, by ``clock``; None while no stop was requested."""
         return None if self.requested_at is None else self.requested_at + self._wait_s
 
-    def watch(self) -> None:
-        """Stand in front of vLLM's handlers; handlers of other programs are left alone."""
+    def install_handlers(self) -> None:
+        """Wrap vLLM's signal handlers; handlers of other programs are kept."""
         if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may, and vLLM's engine process builds us there
+            return  # only the main thread may; vLLM's engine process creates us there
         for number in _SIGNALS:
             handler = signal.getsignal(number)
             if callable(handler) and getattr(handler, "__module__", "").startswith("vllm."):

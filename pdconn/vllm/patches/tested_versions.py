@@ -1,6 +1,6 @@
-"""The versions of vLLM that pdconn was tested with; others are refused, but for one key.
+"""The versions of vLLM that pdconn was tested with; others are refused unless a key allows them.
 
-What is believed of vLLM's insides is checked under any version
+Assumptions about vLLM's internals are checked with any version
 (:mod:`pdconn.vllm.patches.self_test`).
 """
 
@@ -11,13 +11,13 @@ import re
 from pdconn.vllm.config import ConfigError
 
 TESTED = (0, 32), (0, 34)
-"""From the first on, before the second."""
+"""The first tested version, and the first untested one after it."""
 
 KEY = "untested_vllm"
 
 
 def check_version(version: str, is_allowed: bool) -> None:
-    """Refuse a vLLM that was not tested, unless the user asks for it.
+    """Refuse an untested version of vLLM, unless it ``is_allowed``.
 
     Raises:
         ConfigError: ``version`` is outside of the range.

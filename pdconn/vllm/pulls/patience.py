@@ -1,16 +1,15 @@
-"""How long a request waits for a prefix that another engine has lent it, before it computes.
+"""How long a request waits for a prefix that another engine lends, before it is computed.
 
-A prefix only saves time.  So it may cost at most what it saves: a pull that takes longer than
-computing its tokens, or several times as long as pulls take, is given up::
+A prefix only saves time.  So a pull that takes longer than computing its tokens, or several times
+as long as other pulls, is given up::
 
     bound = max(LEAST_S, min(compute(tokens), PULLS * pull(tokens)))
 
-The same holds for the answer to its claim.  A holder that freezes after it has granted a claim
-would cost the whole lease otherwise, since a read that hangs and a renewal that is not answered
-tell nothing before that.  Both rates are the median of what was seen here; until something was,
-the bound is ``UNKNOWN_S``.
+The bound also applies to the claim's answer: without it a lender that freezes would cost the time
+of the whole lease.  Both rates are medians of this engine's prompts and pulls; until there are
+some, the bound is ``UNKNOWN_S``.
 
-A read that was begun cannot be cancelled, so its blocks are quarantined until it settles.
+A read in flight cannot be cancelled, so its blocks are quarantined until it settles.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from statistics import median
 from typing import Any
 
 LEAST_S = 2.0
-"""Less is noise: a busy machine, a connection that was lost and is made anew."""
+"""The least bound: less is noise, of a busy machine or of a new connection."""
 UNKNOWN_S = 10.0
-"""Until prompts were computed here, and prefixes pulled."""
+"""The bound until prompts have been computed and prefixes pulled."""
 PULLS = 8.0
-"""Times what pulls take."""
+"""A pull may take this many times as long as other pulls."""
 SEEN = 15
-"""Prompts and pulls that a rate is made of."""
+"""Prompts and pulls whose median is a rate."""
 LEAST_TOKENS = 64
-"""Shorter ones tell nothing of a rate."""
+"""Shorter prompts and pulls do not count for rates."""
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class _Wait:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A request that computes ``tokens`` tokens of its prompt, from ``since`` on."""
+    """A request that computes ``tokens`` tokens of its prompt since ``since``."""
 
     request: Any
     tokens: int
@@ -65,12 +64,12 @@ class PrefixPatience:
         self._pull: deque[float] = deque(maxlen=SEEN)
 
     def __len__(self) -> int:
-        """Requests that are known; none when the engine is quiet."""
+        """Known requests; 0 when the engine is idle."""
         known = len(self._awaiting) + len(self._pulling)
         return known + len(self._missing) + len(self._computing)
 
     def bound_s(self, tokens: int) -> float:
-        """Seconds that a prefix of so many tokens may take."""
+        """Seconds that a prefix of ``tokens`` tokens may take."""
         if not self._compute:
             return UNKNOWN_S
         bound_s = median(self._compute) * tokens
@@ -79,16 +78,16 @@ class PrefixPatience:
         return max(LEAST_S, bound_s)
 
     def note_claim(self, request_id: str, tokens: int) -> None:
-        """The claim of a request for a prefix of so many tokens is not answered yet."""
+        """Record a claim, not answered yet, for a prefix of ``tokens`` tokens."""
         self._awaiting.setdefault(request_id, _Wait(tokens, self._clock()))
 
     def note_missing(self, request: Any, tokens: int) -> None:
-        """A request can be admitted, and so many of its tokens are neither held nor pulled."""
+        """Record that ``tokens`` of a request's tokens are neither held nor pulled."""
         self._awaiting.pop(request.request_id, None)
         self._missing[request.request_id] = _Prompt(request, tokens)
 
     def note_blocks(self, request_id: str, pulled: int) -> None:
-        """A request got blocks; ``pulled`` tokens of them are a prefix's, or 0."""
+        """Record that a request has blocks, into which it pulls ``pulled`` tokens of a prefix."""
         now = self._clock()
         self._awaiting.pop(request_id, None)
         prompt = self._missing.pop(request_id, None)
@@ -99,13 +98,13 @@ class PrefixPatience:
             self._computing[request_id] = prompt
 
     def note_pull(self, request_id: str, *, failed: bool) -> None:
-        """A pull has ended."""
+        """Record that a pull has ended."""
         wait = self._pulling.pop(request_id, None)
         if wait is not None and not failed and wait.tokens >= LEAST_TOKENS:
             self._pull.append((self._clock() - wait.since) / wait.tokens)
 
-    def forget_request(self, request_id: str) -> None:
-        """A request left the engine."""
+    def forget_waits(self, request_id: str) -> None:
+        """Forget a request that leaves the engine."""
         self._learn()
         self._awaiting.pop(request_id, None)
         self._pulling.pop(request_id, None)
@@ -113,7 +112,7 @@ class PrefixPatience:
         self._computing.pop(request_id, None)
 
     def _learn(self) -> None:
-        """Prompts that have been computed since the last step have an answer's first token."""
+        """Update the rate of computing by the prompts that have a first output token."""
         now = self._clock()
         for name in [
             name for name, one in self._computing.items() if one.request.num_output_tokens
@@ -122,10 +121,10 @@ class PrefixPatience:
             self._compute.append((now - one.since) / one.tokens)
 
     def overdue(self) -> list[str]:
-        """Requests whose prefix takes too long; each is named once."""
+        """Requests whose prefix takes too long; each is returned once."""
         if self._computing:
             self._learn()
-        if not (self._awaiting or self._pulling):  # asked in every step
+        if not (self._awaiting or self._pulling):  # in most steps
             return []
         now, found = self._clock(), []
         for waits in (self._awaiting, self._pulling):

@@ -1,4 +1,4 @@
-"""What pulls leave in vLLM's cache: blocks written in part, blocks still written to, answers.
+"""vLLM's cache after pulls: blocks written in part, quarantined blocks, answers.
 
 Only on the engine's thread.
 """
@@ -16,12 +16,12 @@ from pdconn.vllm.patches.pool.uncached_blocks import never_cache
 
 
 class PulledBlocks:
-    """Keeps what was pulled into the engine's blocks true for others that find them.
+    """Keeps blocks that were not pulled completely out of vLLM's cache.
 
     Attributes:
         quarantine: blocks that a read can still write to.
-        completes_windows: whether a pull completes hits that windows do not reach.
-        answers: caches windows of requests that end; None before the manager is taken.
+        completes_windows: whether a pull completes local hits that windows do not have.
+        answers: caches windows of finished requests; None before the manager is bound.
     """
 
     def __init__(self) -> None:
@@ -35,20 +35,20 @@ class PulledBlocks:
 
         Args:
             manager: before any request.
-            pulled_until: see :func:`~pdconn.vllm.patches.pool.local_hits.complete_windows`.
+            pulled_until: for :func:`~pdconn.vllm.patches.pool.local_hits.complete_windows`.
         """
         self._manager = manager
         self.completes_windows = complete_windows(manager, pulled_until)
-        self.answers = AnswerWindows.of(manager, manager.max_model_len)
+        self.answers = AnswerWindows.from_manager(manager, manager.max_model_len)
 
     def mark_partial(self, request_id: str, blocks: PartialBlocks) -> None:
-        """A pull wrote only the end of these blocks; vLLM has not heard yet that it is over."""
+        """A pull has written only the end of these blocks.  Call it before vLLM caches them."""
         if self._manager is not None:
             never_cache(self._manager, self._manager.kv_cache_config, request_id, blocks)
         if self.answers is not None:
             self.answers.mark_partial(request_id, blocks)
 
     def keep_answer(self, request: Any, num_computed: int) -> None:
-        """A request is about to leave; ``num_computed`` tokens were computed, or 0 if it failed."""
+        """Cache the windows of a finished request that has computed ``num_computed`` tokens."""
         if self.answers is not None:
             self.answers.keep_answer(request, num_computed)

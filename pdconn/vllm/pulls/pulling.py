@@ -1,27 +1,9 @@
 """The scheduler's part of a decode engine: decides what to pull for which request.
 
-The ticket of every request is *claimed* at its arrival, so that the claim is renewed while
-the request queues, and ends in one of three ways: its blocks are *read* once there are
-some, it is *cancelled* when nothing is to be pulled (a full local hit, an abort, a
-rejection), or it is *failed* when it is wrong.
-
-Best-of-n sends one ticket with several requests.  Each holds a claim of its own;
-with prefix caching the later ones wait for the first pull and then hit its blocks.
-One that comes when the first pull has started claims nothing, since the lease may be
-consumed by then: it waits likewise, or computes for itself.
-
-An engine with a store has another source for a request whose lender is gone, but vLLM takes no
-promise back: what was promised and does not come fails the request, if that is the policy.  So
-there a ticket is promised when every rank has been granted its claim.  Until then vLLM is told
-to ask again; each rank's answer comes within the time limits of the pull.  If a claim fails, or
-is lost before the request has blocks, the others are given up, and the request goes on as one
-without a ticket.
-
-A ticket that is for another prompt is left out, and its request computed, under either policy: it
-was judged before anything was promised.
-
-A ticket for a prefix alone (:mod:`pdconn.vllm.lends.prefixes`) is awaited likewise, in every
-engine: what it does not bring is computed here anyway, so it costs its request nothing but time.
+The ticket of every request is *claimed* at its arrival, and the claim is renewed while the request
+waits in the engine's queue.  It ends in one of three ways: its blocks are *read* once the request
+has some, it is *cancelled* when nothing is to be pulled (a full local hit, an abort, a rejection),
+or it *fails* when the ticket is invalid.
 """
 
 from __future__ import annotations
@@ -69,12 +51,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PullRules:
-    """What an engine's configuration says of its pulls.
+    """The part of an engine's configuration that decides on pulls.
 
     Attributes:
         incarnation: this boot's name, part of every pull id.
-        recompute: whether the engine recomputes what cannot be pulled; otherwise
-            such requests fail.
+        recompute: whether requests whose pull fails are recomputed; otherwise they fail.
         prefix_caching: whether a finished pull can be hit by the next request.
         max_model_len: tokens of the longest prompt that the engine takes.
         has_states: whether the model keeps recurrent states, of which there is one, after
@@ -82,8 +63,8 @@ class PullRules:
         num_lookahead: tokens at a prompt's end that are computed here and not pulled
             (:mod:`pdconn.vllm.speculation`).
         num_ranks: of this engine.
-        is_awaiting: whether every rank must be granted a claim before its ticket is promised.
-        has_lagging: whether states of a local hit may be of less than full attention has.
+        is_awaiting: whether every rank's claim must be granted before a ticket is promised.
+        has_lagging: whether states of a local hit may be of fewer tokens than full attention.
     """
 
     incarnation: str
@@ -97,10 +78,10 @@ class PullRules:
     has_lagging: bool = False
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: Any, kv_cache_config: Any, incarnation: str, *, has_store: bool, **more: Any
     ) -> Self:
-        """For an engine of vLLM's ``config``; ``more`` is what that does not say."""
+        """From vLLM's ``config``, and from the fields in ``more``."""
         recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
         parallel = config.parallel_config
         return cls(
@@ -109,7 +90,9 @@ class PullRules:
             bool(config.cache_config.enable_prefix_caching),
             config.model_config.max_model_len,
             num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-            # A request whose pull failed is asked about again under the other policy.
+            # A request whose lender is lost may be loaded from the store, but vLLM cannot take a
+            # promise back: under this policy the request fails.  So a ticket is promised only when
+            # every rank holds its claim.  Under the other policy the store is asked after the pull.
             is_awaiting=has_store and not recompute,
             has_lagging=may_lag(kv_cache_config),
             **more,
@@ -120,13 +103,13 @@ class Pulling(SchedulerPart):
     """Tickets of one engine.
 
     Args:
-        rules: what its configuration says.
+        rules: from its configuration.
         clock: seconds that never go back.
 
     Attributes:
-        doubt: why nothing may be pulled; empty if it may.
+        doubt: why nothing may be pulled; empty if pulls are allowed.
         adapters: reads adapters of requests; None where they are compared by name alone.
-        take_back_own: ends the lease of a ticket that this engine made itself.
+        take_back_own: ends the lease of a ticket that this engine has issued itself.
     """
 
     fills_blocks = True
@@ -149,12 +132,12 @@ class Pulling(SchedulerPart):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """It brings the states whatever is held; windows it brings from what they hold on."""
+        """Whether it completes hits: states are always pulled, windows from what they hold."""
         return self._rules.has_lagging or self._pulled.completes_windows
 
     @property
     def answer_windows(self) -> AnswerWindows | None:
-        """What caches windows of requests that end; None before the manager is bound."""
+        """Caches windows of finished requests; None before the manager is bound."""
         return self._pulled.answers
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
@@ -163,24 +146,22 @@ class Pulling(SchedulerPart):
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin quarantined blocks in."""
-        self._pulled.quarantine.use_pool(block_pool)
+        self._pulled.quarantine.bind_gpu_block_pool(block_pool)
 
     def set_xfer_handshake_metadata(self, greeting: Greeting, splits: Splits) -> None:
-        """Every worker is registered."""
+        """Take the workers' memory, again after a sleep."""
         self.workers_registered(splits)
         self.set_doubt(greeting.doubt)
 
     def set_doubt(self, doubt: str) -> None:
-        """Why nothing may be pulled from now on; empty if it may."""
+        """Set why nothing may be pulled from now on; empty if pulls are allowed."""
         self.doubt = doubt
 
     def workers_registered(self, splits: Splits) -> None:
-        """Every worker is registered: ``splits`` says which blocks they describe.
-
-        When it is so again the engine has slept, and its workers know of no claim and no pull any
-        more: requests that wait for blocks claim their tickets anew, and pulls have failed.
-        """
+        """Every worker is registered; ``splits``: which blocks they describe."""
         has_slept, self._splits = self._splits is not None, splits
+        # After a sleep the workers have no claims and pulls: requests that wait for blocks
+        # claim their tickets again, and pulls have failed.
         if has_slept:
             self._commands.clear()
             for request_id, tracked in self._tracked.items():
@@ -193,11 +174,9 @@ class Pulling(SchedulerPart):
     # A request
 
     def on_new_request(self, request: Any) -> None:
-        """A request entered the engine; claim its ticket if it has one.
-
-        Clients write ``kv_transfer_params``, which may be anything.  What is no dict, and what
-        is no ticket, is a wrong ticket: it costs its own request what the policy says.
-        """
+        """Claim the ticket of a new request, if it has one."""
+        # Clients write kv_transfer_params.  Anything but a dict with a ticket is an invalid ticket,
+        # to which the failure policy applies.
         params = request.kv_transfer_params
         if isinstance(params, dict) and not params.get("do_remote_prefill"):
             self._prefix_arrived(request, ticket_from(params))
@@ -209,7 +188,7 @@ class Pulling(SchedulerPart):
             ticket = parse_ticket(params, max_blocks_for(self._num_tokens(request)))
         except TicketError as error:
             self._tracked[request.request_id] = Tracked(None, str(error), parent)
-            log.warning("pdconn: ticket of %s is wrong: %s", shown(request.request_id), error)
+            log.warning("pdconn: ticket refused: %s request=%s", error, shown(request.request_id))
             if not isinstance(params, dict):
                 ask_of_wrong_params(request)
             return
@@ -218,14 +197,16 @@ class Pulling(SchedulerPart):
         self._track(request, tracked, ticket)
 
     def _prefix_arrived(self, request: Any, given: object) -> None:
-        """A request names a ticket for its prefix.  A wrong one is of no use, and no harm."""
+        """Claim the ticket for the prefix of a new request."""
         if given is None:
             return
         name = request.request_id
+        # The ticket is promised once its claims are granted: the prefix is computed here otherwise,
+        # so an invalid ticket or a lost lender costs the request nothing but time.
         try:
             ticket = parse_prefix_ticket(given, max_blocks_for(self._num_tokens(request)))
         except TicketError as error:
-            log.warning("pdconn: prefix of %s is not pulled: %s", shown(name), error)
+            log.warning("pdconn: ticket for a prefix refused: %s request=%s", error, shown(name))
             return
         claim = ClaimGrants(awaited=self._rules.num_ranks)
         tracked = Tracked(ticket, None, parent_of(name), claim=claim, prefix=ticket.num_tokens)
@@ -236,18 +217,20 @@ class Pulling(SchedulerPart):
         if self.doubt:
             self._lost(request.request_id, self.doubt)
         elif ticket.incarnation == self._rules.incarnation:
-            # A router may choose one engine for both legs.  No transport reads from itself, and
-            # what was computed is in this engine's own cache.
+            # A router may choose one engine for both legs.  A transport cannot read from itself,
+            # and the KV is in this engine's own cache.
             if self.take_back_own is not None:
                 self.take_back_own(ticket)
-            self._lost(request.request_id, "this engine lent it itself, and looks in its cache")
+            self._lost(request.request_id, "this engine has issued it, and looks in its own cache")
         elif self._pulling.has_begun(ticket, tracked.parent):
+            # A sibling of a best-of-n request pulls with the ticket, and may have consumed the
+            # lease: wait for its blocks, or compute.
             tracked.ticket, tracked.follows = None, key_of(ticket)
         else:
             self._claim(request.request_id, tracked, ticket)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
-        """How many tokens after the local hit can be pulled, if any."""
+        """Tokens behind the local hit that are pulled; None if nothing is pulled."""
         name, (count, is_async) = request.request_id, self._match(request, num_computed_tokens)
         if count is not None:
             self._patience.note_missing(request, request.num_tokens - num_computed_tokens - count)
@@ -256,43 +239,43 @@ class Pulling(SchedulerPart):
         return (count, is_async) if count != 0 else None
 
     def _match(self, request: Any, num_local: int) -> Matched:
-        """Decides on a ticket; the first of these cases that applies."""
+        """The answer for a request with a ticket: the first case that applies."""
         tracked = self._tracked.get(request.request_id)
-        # 1. There is no ticket, or vLLM was told before to compute the request.
+        # 1. There is no ticket, or the request is computed, by an earlier answer.
         if tracked is None or not tracked.is_open(request):
             return NOTHING
-        # 2. The engine holds all that the ticket brings.  The last prompt token is never pulled:
-        #    the engine computes it anyway, to have something to sample from; nor are others that
-        #    a drafter looks ahead to.
+        # 2. The engine holds all tokens of the ticket.  The last prompt token is never pulled,
+        #    since the engine computes it to sample from it; nor are those that a drafter looks
+        #    ahead to.
         tracked.num_local = num_local
         if self._until(request, tracked) > num_local:
             self._check(request, tracked)
         count = self._until(request, tracked) - num_local
         if count <= 0:
             return NOTHING
-        # 3. The ticket is wrong.  Nothing was promised yet, so a request whose ticket is for
-        #    another prompt, which is no failure of anything, is computed whatever the policy says
-        #    of pulls that fail.
+        # 3. The ticket is invalid: the policy decides.  A request whose ticket is for another
+        #    prompt is computed under either policy, since nothing has failed, and nothing was
+        #    promised.
         if tracked.problem is not None:
             is_computed = self._rules.recompute or tracked.prefix or tracked.mistaken
             return NOTHING if is_computed else (count, True)
         is_known = self._knows_adapter(request, tracked)
-        # 4. A sibling pulls the same: its blocks will be hit.
+        # 4. A sibling pulls with the same ticket: its blocks will be a local hit.
         key = tracked.follows if tracked.ticket is None else key_of(tracked.ticket)
         if self._rules.prefix_caching and key in self._pulling:
             return ASK_AGAIN
         # 5. The ticket was given up.
         if tracked.ticket is None:
             return NOTHING
-        # 6. It is promised once its claim is held, and its adapter is known to be ours.
+        # 6. The ticket is promised once its claim is held, and its adapter is known to be ours.
         return (count, True) if is_known and tracked.claim.is_held else ASK_AGAIN
 
     def _until(self, request: Any, tracked: Tracked) -> int:
-        """Tokens of the prompt that the pull brings, or the engine holds already."""
+        """Tokens of the prompt that are pulled, or that the engine holds already."""
         return tracked.prefix or int(request.num_prompt_tokens) - self._rules.num_lookahead
 
     def note_claims(self, outcomes: Iterable[ClaimOutcome]) -> None:
-        """Ranks report what came of awaited claims; those of requests with blocks are over."""
+        """Process outcomes of awaited claims; those of requests with blocks are ignored."""
         for outcome in outcomes:
             tracked = self._tracked.get(outcome.request)
             if tracked is None or tracked.claim.pull != outcome.pull or tracked.pulling:
@@ -303,7 +286,7 @@ class Pulling(SchedulerPart):
                 self._lost(outcome.request, outcome.problem)
 
     def pulled_until(self, request: Any) -> int:
-        """Tokens up to which a pull will bring what is not held; 0 if none is promised now."""
+        """Tokens up to which a pull loads what is not held; 0 if none can be promised now."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not tracked.is_open(request):
             return 0
@@ -323,13 +306,13 @@ class Pulling(SchedulerPart):
         *,
         is_promised: bool,
     ) -> None:
-        """The request got blocks: read into them, or give the claim up."""
+        """Read into the request's blocks, or give up its claim."""
         name, count = request.request_id, num_external_tokens if is_promised else 0
         self._patience.note_blocks(name, count if self.prefix_of(name) else 0)
         tracked = self._tracked.get(name)
         if tracked is None or tracked.pulling:
             return
-        if not tracked.prefix:  # from here on we must not be asked again, also to recompute
+        if not tracked.prefix:  # from now on the request is computed, also if the pull fails
             request.kv_transfer_params["do_remote_prefill"] = False
         if count <= 0 or tracked.problem is not None or tracked.ticket is None:
             self._give_up(name, tracked)
@@ -340,7 +323,7 @@ class Pulling(SchedulerPart):
         self._pulling.begin_pull(key_of(tracked.ticket), tracked.parent)
         tracked.blocks, local = blocks.ids, tracked.num_local
         starts = (local,) * len(tracked.blocks)
-        if self.supports_divergent_local_hybrid_hits:  # groups hold different parts of the hit
+        if self.supports_divergent_local_hybrid_hits:  # groups may hold different parts of the hit
             starts = blocks.held_tokens(local)
         described = (self._splits or UNSPLIT).described(tracked.blocks)
         tokens = tuple(range(start, local + count) for start in starts)
@@ -348,20 +331,20 @@ class Pulling(SchedulerPart):
         self._commands.append(ReadBlocks(name, need))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
-        """Blocks of a request whose pull was not reported yet, holes left out."""
+        """Blocks of a request whose pull was not reported yet, without holes."""
         return tuple(block for ids in self._tracked[request_id].blocks for block in ids if block)
 
     def is_over(self, request_id: str) -> bool:
-        """Whether a request has left the engine, or its pull was reported."""
+        """Whether a request has left the engine, or its pull has been reported."""
         tracked = self._tracked.get(request_id)
         return tracked is None or tracked.over
 
     def is_load_optional(self, request_id: str) -> bool:
-        """Whether it waits for a prefix: a whole prompt's failure is the policy's matter."""
+        """Whether a request waits for a prefix; for a whole prompt the policy decides."""
         return self.is_of_prefix(request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Workers reported claims, pulls, and what pulls have left in blocks."""
+        """Process the workers' reports of claims, pulls, and blocks."""
         report = connector_output.kv_connector_worker_meta
         received = connector_output.finished_recving or ()
         for request_id in received:
@@ -384,20 +367,20 @@ class Pulling(SchedulerPart):
                 self._pulled.mark_partial(request_id, blocks)
 
     def end_pull(self, request_id: str) -> None:
-        """The workers reported the pull, received or failed."""
+        """Forget a pull that the workers have reported, received or failed."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
             self._pulling.end_pull(tracked.ticket)
 
     def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
-        """The request left the engine: finished, aborted, or rejected at its arrival."""
+        """Give up the claim of a request that was finished, aborted, or rejected; or its pull."""
         self._pulled.keep_answer(request, num_computed)
-        self._patience.forget_request(request.request_id)
+        self._patience.forget_waits(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
         if tracked.pulling:
-            # The engine keeps the blocks until the workers report, so stay tracked.
+            # The engine keeps the blocks until the workers report the pull.
             tracked.over = True
             self._commands.append(CancelPull(request.request_id))
         else:
@@ -406,51 +389,51 @@ class Pulling(SchedulerPart):
     # Pulls that end early
 
     def waiting_claims(self, *, prefixes: bool) -> list[str]:
-        """Requests that hold a claim, or ask for one, and have no blocks; oldest first."""
+        """Requests with a claim, granted or not, and without blocks; oldest first."""
         waiting = {name: one.prefix for name, one in self._tracked.items() if one.is_waiting}
         return [name for name, prefix in waiting.items() if bool(prefix) == prefixes]
 
     def prefix_of(self, request_id: str) -> int:
-        """Tokens of the prefix that a request may still pull, or pulls; 0 without one."""
+        """Tokens of the prefix that a request pulls or may pull; 0 without one."""
         tracked = self._tracked.get(request_id)
         return 0 if tracked is None or tracked.ticket is None else tracked.prefix
 
     def is_of_prefix(self, request_id: str) -> bool:
-        """Whether what a request pulls, or was to pull, is a prefix, and not its whole prompt."""
+        """Whether the ticket of a request is, or was, for a prefix and not for its whole prompt."""
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.prefix > 0
 
     def abandon(self, request_id: str) -> None:
-        """A prefix takes too long: its request computes, though a read of it may still run."""
+        """Compute a prefix that takes too long; a read in flight puts its blocks in quarantine."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.ticket is not None:
             self._counts["prefixes_late"] += 1
             if tracked.pulling:
                 self._commands.append(AbandonPull(request_id))
             elif tracked.problem is None:
-                self._lost(request_id, "its lender did not answer in time")
+                self._lost(request_id, "the lender has not answered in time")
 
     def drop_claims(self, requests: Iterable[str]) -> None:
-        """End the claims of these waiting requests, which go on without their tickets."""
+        """Give up the claims of these waiting requests, which are computed."""
         for name in requests:
             self._counts["tickets_gave_way"] += 1
-            self._lost(name, "gave way, since nothing moved while blocks were lent")
+            self._lost(name, "claim given up: requests wait for blocks while blocks are lent")
 
     def weights_changed(self) -> None:
-        """What tickets are for is of other weights than ours now: go on without them."""
+        """Drop the tickets: their KV is of other weights than ours."""
         for name, tracked in list(self._tracked.items()):
             if tracked.ticket is not None and not tracked.pulling:
                 self._lost(name, "our weights have changed")
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
-        """A step is scheduled: prefixes that take too long are given up, commands go out."""
+        """Give up prefixes that take too long, and send this step's commands."""
         for request_id in self._patience.overdue():
             self.abandon(request_id)
         metadata.commands = self.take_commands()
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
-        if not self._counts:  # asked in every step
+        """Counts since the last call."""
+        if not self._counts:  # in most steps
             return {}
         counts, self._counts = self._counts, Counter()
         return dict(counts)
@@ -467,17 +450,15 @@ class Pulling(SchedulerPart):
         self._commands.append(ClaimTicket(request_id, claim.pull, ticket, claim.awaited > 0))
 
     def _num_tokens(self, request: Any) -> int:
-        """Tokens of the prompt that the ticket of ``request`` is for, at most.
-
-        For a request that the frontend rejected vLLM sends one of a single token, with the
-        ticket, so that it is given back.
-        """
+        """Tokens that the ticket of ``request`` may be for, at most."""
+        # For a request that the frontend has rejected, vLLM sends one of a single token with the
+        # ticket, so that its lease can be ended.
         if request.abort_immediately:
             return self._rules.max_model_len
         return int(request.num_prompt_tokens)
 
     def _knows_adapter(self, request: Any, tracked: Tracked) -> bool:
-        """Whether it is known if the ticket is of our adapter; one that is not is of no use."""
+        """Whether the request's adapter has been read; a ticket with another one is dropped."""
         if self.adapters is None or tracked.ticket is None:
             return True
         is_read, difference = self.adapters.compare(request, tracked.ticket.adapter)
@@ -497,21 +478,25 @@ class Pulling(SchedulerPart):
             tracked.mistaken = True
             self._counts["tickets_mistaken"] += 1
             name = shown(request.request_id)
-            log.warning("pdconn: ticket of %s is not for its prompt: %s", name, tracked.problem)
+            log.warning(
+                "pdconn: ticket refused: it is for another prompt (%s) request=%s",
+                tracked.problem,
+                name,
+            )
 
     def _lost(self, request_id: str, problem: str) -> None:
-        """A claim failed: give up those of the other ranks, and go on without the ticket.
+        """Drop a ticket whose claim has failed: cancel the other ranks' claims.
 
-        If a sibling pulls with the ticket all the same, its blocks are waited for.
+        If a sibling pulls with the ticket, the request waits for its blocks.
         """
         tracked = self._tracked[request_id]
         ticket = tracked.ticket
         assert ticket is not None
         log.warning(
-            "pdconn: ticket of %s is of no use, going on without: lender=%s reason=%s",
-            shown(request_id),
-            PeerKey.of(ticket),
+            "pdconn: ticket dropped: %s request=%s lender=%s",
             problem,
+            shown(request_id),
+            PeerKey.from_ticket(ticket),
         )
         self._counts["tickets_gone"] += 1
         self._commands.append(CancelPull(request_id))
@@ -523,7 +508,7 @@ class Pulling(SchedulerPart):
         self._commands.append(FailPull(request_id, tracked.problem or "no ticket"))
 
     def _give_up(self, request_id: str, tracked: Tracked) -> None:
-        """Nothing will be pulled: give the claim up, which notifies the lender."""
+        """Give up the claim of a request that pulls nothing; the lender is notified."""
         del self._tracked[request_id]
         if tracked.ticket is not None:
             self._commands.append(CancelPull(request_id))

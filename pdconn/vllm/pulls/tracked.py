@@ -1,6 +1,5 @@
-"""What decode knows of a request with a ticket, and what is wrong with the ticket.
-
-A ticket is held against its request's prompt: as many tokens, and an equal digest.
+"""Requests with tickets, and checks of a ticket: its request's prompt has as many tokens and the
+same digest.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ _REMEMBERED = 4096
 
 @dataclass(slots=True)
 class ClaimGrants:
-    """A request's own claim: its id, and the ranks that were granted it.
+    """A request's claim: its id, and the ranks to which it was granted.
 
     Attributes:
-        awaited: how many ranks must be granted it before it is promised.
-        granted: ranks that were, where the engine waits for that.
+        awaited: to how many ranks it must be granted before the ticket is promised.
+        granted: ranks to which it was, if the engine waits for that.
     """
 
     pull: str = ""
@@ -31,7 +30,7 @@ class ClaimGrants:
 
     @property
     def is_held(self) -> bool:
-        """Whether its ticket may be promised."""
+        """Whether the ticket may be promised."""
         return len(self.granted) >= self.awaited
 
 
@@ -40,15 +39,15 @@ class Tracked:
     """A request with a ticket, from its arrival to its pull or its end.
 
     Attributes:
-        follows: the ticket that a sibling pulls with, when there is no ticket of its own.
-        blocks: the engine's blocks that the pull writes to, holes and all, by group.
-        num_local: the local hit in tokens that the engine last asked with.
+        follows: the ticket with which a sibling pulls, if the request has none of its own.
+        blocks: the engine's blocks that the pull writes to, with holes, by group.
+        num_local: tokens of the last local hit.
         claim: its own claim.
-        mistaken: the ticket is good, and of another prompt: a chat template that asks the clock
-            writes two prompts for prefill and decode.
+        mistaken: the ticket is valid, but for another prompt: a chat template that contains the
+            time gives prefill and decode different prompts.
         over: the request has left the engine, which keeps its blocks until the pull has ended.
-        prefix: tokens that the ticket covers, if it is for a prefix; once checked those that
-            the prompt begins with, too.  0 for a whole prompt.
+        prefix: tokens of a ticket for a prefix; once checked, those that the prompt shares.  0 for
+            a whole prompt.
     """
 
     ticket: Ticket | None
@@ -66,15 +65,15 @@ class Tracked:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it holds a claim, or asks for one, and has no blocks."""
+        """Whether it has a claim, granted or not, and no blocks."""
         return self.ticket is not None and self.problem is None and not self.pulling
 
     def is_open(self, request: Any) -> bool:
-        """Whether the engine, which may ask again, is still to be told of it."""
+        """Whether the ticket may still be promised."""
         return bool(self.prefix or request.kv_transfer_params.get("do_remote_prefill"))
 
     def problem_of(self, request: Any, has_states: bool, num_lookahead: int) -> str | None:
-        """Why the ticket cannot be this request's, or None.
+        """Why the ticket is not valid for this request, or None.
 
         Args:
             request: vLLM's ``Request``.
@@ -94,7 +93,7 @@ class Tracked:
 
 
 class StartedPulls:
-    """Pulls by their tickets: how many are under way, and which siblings have begun."""
+    """Pulls in progress, by their tickets, and best-of-n requests of which a child has pulled."""
 
     def __init__(self) -> None:
         self._under_way: dict[tuple[str, str], int] = {}
@@ -107,7 +106,7 @@ class StartedPulls:
         return key in self._under_way
 
     def begin_pull(self, key: tuple[str, str], parent: str | None) -> None:
-        """Siblings that come from now on may find the lease consumed."""
+        """Record a pull: siblings that arrive later may find the lease consumed."""
         self._under_way[key] = self._under_way.get(key, 0) + 1
         if parent is not None:
             self._begun[(*key, parent)] = None
@@ -115,17 +114,17 @@ class StartedPulls:
                 self._begun.popitem(last=False)
 
     def end_pull(self, ticket: Ticket | None) -> None:
-        """A pull was reported; without a ticket there was none."""
+        """Record the end of a pull; None: there was no pull."""
         if ticket is not None and (left := self._under_way.pop(key_of(ticket), 1) - 1) > 0:
             self._under_way[key_of(ticket)] = left
 
     def has_begun(self, ticket: Ticket, parent: str | None) -> bool:
-        """Whether a sibling has begun to pull with ``ticket``."""
+        """Whether a sibling pulls, or has pulled, with ``ticket``."""
         return parent is not None and (*key_of(ticket), parent) in self._begun
 
 
 def key_of(ticket: Ticket) -> tuple[str, str]:
-    """What tells tickets apart: the lender's boot, and the request there."""
+    """What identifies a ticket: the lender's incarnation, and the request there."""
     return ticket.incarnation, ticket.request_id
 
 
@@ -134,7 +133,7 @@ def _problem_of_prompt(request: Any, ticket: Ticket, has_states: bool) -> str | 
     if ticket.num_tokens < wanted:
         return str(TicketError("remote_num_tokens", f"at least {wanted}", ticket.num_tokens))
     if has_states and ticket.num_tokens > wanted:
-        expected = f"{wanted}, since states of later tokens are of no use"
+        expected = f"{wanted}: states of later tokens cannot be used"
         return str(TicketError("remote_num_tokens", expected, ticket.num_tokens))
     digest = prompt_digest(request)
     if ticket.prompt != digest:
@@ -143,7 +142,7 @@ def _problem_of_prompt(request: Any, ticket: Ticket, has_states: bool) -> str | 
 
 
 def _shared_with(request: Any, ticket: Ticket, num_lookahead: int) -> int | TicketError:
-    """Tokens of what a ticket covers that a prompt begins with: all, or up to one of its cuts."""
+    """Tokens of the ticket's prefix that a prompt shares: all, or up to one of its cuts."""
     most = request.num_prompt_tokens - num_lookahead
     ends = (*ticket.cuts, TicketCut(ticket.num_tokens, ticket.prompt))
     short = [end for end in ends if end.num_tokens <= most]

@@ -66,7 +66,7 @@ def namespace_of(
         layout: of whole rows.
         salt: random, for weights that nothing proves: no other engine has the same.
     """
-    weights = {name: Weights.of(traits[name]) for name in _WEIGHTS if name in traits}
+    weights = {name: Weights.from_trait(traits[name]) for name in _WEIGHTS if name in traits}
     others = {name: value for name, value in traits.items() if name not in ("model", *_WEIGHTS)}
     plain = _Plain()
     facts: dict[str, Any] = {

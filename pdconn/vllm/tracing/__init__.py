@@ -1,1 +1,1 @@
-"""What a pull adds to its request's trace."""
+"""Spans of pulls, for their requests' traces."""

@@ -54,7 +54,7 @@ class InlineLender:
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
         self._inbox.append(RankSums(request, rank, sums))
 
-    def abort(self, request: str, *, if_unclaimed: bool = False) -> None:
+    def abort_lease(self, request: str, *, if_unclaimed: bool = False) -> None:
         self._inbox.append(AbortUnclaimed(request) if if_unclaimed else Abort(request))
 
     def abort_all(self) -> None:
@@ -63,11 +63,11 @@ class InlineLender:
     def revoke_all(self) -> None:
         self._inbox.append(RevokeAll())
 
-    def collect(self) -> list[FreedLease]:
+    def take_freed(self) -> list[FreedLease]:
         freed, self._freed = self._freed, []
         return freed
 
-    def take_counts(self) -> dict[str, int]:
+    def take_lease_counts(self) -> dict[str, int]:
         counts = dict(self.sessions.counts)
         self.sessions.counts.clear()
         return counts
@@ -89,7 +89,7 @@ class InlineLender:
     def say(self, session: Session, *messages: FromReader) -> list[FromLender]:
         """A reader's messages arrive; what it is answered in the turn in which they do."""
         self._apply()
-        self.sessions.handle(session, list(messages), self._clock())
+        self.sessions.handle_messages(session, list(messages), self._clock())
         self.turn()
         replies, session.replies = session.replies, []
         return replies
@@ -97,4 +97,4 @@ class InlineLender:
     def _apply(self) -> None:
         commands, self._inbox = self._inbox, []
         for command in commands:
-            self.sessions.apply(command, self._clock())
+            self.sessions.apply_command(command, self._clock())

@@ -77,7 +77,7 @@ class ScriptedPuller:
 
     # What a worker calls
 
-    def post(self, command: Command, after: StreamPoint | None = None) -> None:
+    def post_command(self, command: Command, after: StreamPoint | None = None) -> None:
         """As the puller's own, and at once."""
         self.asked.append(command)
         match command:
@@ -105,17 +105,17 @@ class ScriptedPuller:
             case CompareAnew():
                 pass
 
-    def collect(self) -> PullResults:
+    def take_results(self) -> PullResults:
         """What has happened since the last call."""
         if not self._reports:
             return NO_RESULTS
         reports, self._reports = self._reports, []
-        return PullResults.of(reports)
+        return PullResults.from_reports(reports)
 
-    def wait(self, seconds: float) -> None:
+    def wait_for_report(self, timeout_s: float) -> None:
         """Nothing comes by itself."""
 
-    def take_counts(self) -> dict[str, int]:
+    def take_pull_counts(self) -> dict[str, int]:
         """Nothing is counted."""
         return {}
 

@@ -39,7 +39,7 @@ Answer = type[Granted] | type[Confirmed] | type[Refused]
 
 def welcome() -> Welcome:
     references = Cache("BHLNC", filled=False).references
-    return Welcome.of("p", "boot", {}, (RankGeometry(0, 0, b"address", references),))
+    return Welcome.in_our_version("p", "boot", {}, (RankGeometry(0, 0, b"address", references),))
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Both:
     def collect(self) -> None:
         if isinstance(self.lender, InlineLender):
             self.lender.turn()
-        self.freed += [(one.request, str(one.why)) for one in self.lender.collect()]
+        self.freed += [(one.request, str(one.why)) for one in self.lender.take_freed()]
 
 
 Script = Callable[[Both], None]
@@ -109,8 +109,8 @@ def is_aborted_under_a_reader(both: Both) -> None:
     both.lender.lend("r", TICKET, LONG_S)
     both.lender.lend("other", TICKET, LONG_S)
     both.say(claim(1), Granted)
-    both.lender.abort("r", if_unclaimed=True)
-    both.lender.abort("other", if_unclaimed=True)
+    both.lender.abort_lease("r", if_unclaimed=True)
+    both.lender.abort_lease("other", if_unclaimed=True)
     both.ends([("other", "aborted")])
     both.lender.abort_all()
     both.say(Renew(2, "r", READER), Granted)

@@ -58,16 +58,16 @@ class Side:
 
     def post(self, *commands: Command) -> None:
         for command in commands:
-            self.puller.post(command)
+            self.puller.post_command(command)
 
     def settle(self) -> None:
         """Until nothing more comes."""
         if isinstance(self.puller, ScriptedPuller):
-            self.told.hear(self.puller.collect())
+            self.told.hear(self.puller.take_results())
             return
         quiet_since = time.monotonic()
         while time.monotonic() - quiet_since < QUIET_S:
-            results = self.puller.collect()
+            results = self.puller.take_results()
             if results.records or results.failed or results.released or results.claims:
                 quiet_since = time.monotonic()
             self.told.hear(results)
@@ -213,6 +213,6 @@ def test_the_scripted_one_insists_on_what_the_real_one_relies_on() -> None:
         puller = ScriptedPuller(0, lambda pull: None)
         *before, last = wrong
         for command in before:
-            puller.post(command)
+            puller.post_command(command)
         with pytest.raises(AssertionError, match=r"^d "):
-            puller.post(last)
+            puller.post_command(last)

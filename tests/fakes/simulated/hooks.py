@@ -45,5 +45,5 @@ def half_of(parts: SchedulerParts) -> PdScheduler:
     """The connector's half in the scheduler's process, of these parts and of no engine."""
     made = PdScheduler.__new__(PdScheduler)
     made.parts, made._promised, made._config, made._adapters = parts, {}, every_group(), None
-    made.weights = SimpleNamespace(computed=lambda: None)  # type: ignore[assignment]
+    made.weights = SimpleNamespace(note_computed=lambda: None)  # type: ignore[assignment]
     return made

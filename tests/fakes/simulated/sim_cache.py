@@ -190,7 +190,9 @@ class SimCache:
             self.manager, lambda request: self._until.get(request.request_id, 0)
         )
         self._splitting = _splitting(shape, self.manager) if shape.has_states else None
-        self.answers = AnswerWindows.of(self.manager, shape.longest) if keeps_answers else None
+        self.answers = (
+            AnswerWindows.from_manager(self.manager, shape.longest) if keeps_answers else None
+        )
 
     def request(self, tokens: Sequence[int], max_tokens: int = 1, **extra: Any) -> Request:
         """A request as it reaches the scheduler, with its hashes."""

@@ -88,7 +88,7 @@ def passed(sender: socket.socket, receiver: socket.socket, data: bytes) -> bytes
 
 
 def bodies(data: bytes) -> list[bytes]:
-    return Frames(1 << 28).feed(data)
+    return Frames(1 << 28).feed_bytes(data)
 
 
 def framed(some: list[bytes]) -> bytes:

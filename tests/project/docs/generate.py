@@ -70,7 +70,7 @@ def settings() -> str:
 
 def in_tree_keys() -> str:
     """Every key of NixlConnector that is none of ours, and what becomes of it."""
-    from pdconn.vllm.nixl.keys import IN_TREE_KEYS
+    from pdconn.vllm.nixl.in_tree_keys import IN_TREE_KEYS
 
     rows = (
         (f"`{key.name}`", key.takes, f"`{key.ours}`" if key.ours else "not needed", key.meaning)
@@ -157,7 +157,7 @@ def versions() -> str:
     from pdconn.protocol.ticket import TICKET_VERSION
     from pdconn.store.format.row import FORMAT_VERSION
     from pdconn.store.shelf.folders import ROOT_VERSION
-    from transport.ucx.frames import PROTOCOL
+    from transport.ucx.control import PROTOCOL
 
     rows = (
         ("handshake with a secret", VERSION, "`VERSION` in `pdconn/protocol/auth.py`"),
@@ -167,7 +167,7 @@ def versions() -> str:
             "`PROTOCOL_VERSION` in `pdconn/protocol/messages.py`",
         ),
         ("ticket", TICKET_VERSION, "`TICKET_VERSION` in `pdconn/protocol/ticket.py`"),
-        ("reads with `transport: ucx`", PROTOCOL, "`PROTOCOL` in `transport/ucx/frames.py`"),
+        ("reads with `transport: ucx`", PROTOCOL, "`PROTOCOL` in `transport/ucx/control.py`"),
         ("rows of a store", FORMAT_VERSION, "`FORMAT_VERSION` in `pdconn/store/format/row.py`"),
         ("root of a store", ROOT_VERSION, "`ROOT_VERSION` in `pdconn/store/shelf/folders.py`"),
     )

@@ -28,7 +28,7 @@ _SAYS_THE_OLDER_NAME = {
     "docs/behind/dynamo.md",
     "pdconn/vllm/__init__.py",
     "pdconn/vllm/connector.py",
-    "pdconn/vllm/nixl/registry.py",
+    "pdconn/vllm/nixl/connector_registry.py",
 }
 
 

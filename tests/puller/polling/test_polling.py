@@ -42,14 +42,14 @@ class Reader:
             np.array([self._remote.ctypes.data], np.uint64),
             np.array([nbytes], np.uint64),
         )
-        self.jobs.do(Read("r", self._peer, spans))
-        assert self.jobs.post()
+        self.jobs.do_job(Read("r", self._peer, spans))
+        assert self.jobs.post_chunk()
 
     def pauses(self, until: float) -> list[tuple[float, float]]:
         """Every pause with the time at which it began, until ``until`` seconds after now."""
         began, found, idle_polls = self.now, [], 0
         while self.now < began + until:
-            assert not self.jobs.poll()
+            assert not self.jobs.poll_reads()
             pause = self.jobs.pause_s(idle_polls)
             found.append((self.now - began, pause))
             self.now += max(pause, 1e-6)
@@ -125,9 +125,9 @@ def test_the_wait_behind_another_chunk_is_no_part_of_the_pace() -> None:
     sizer = ChunkSizer(LEAST, LEAST)
     queue = PeerReadQueue(sizer)
     one = np.array([0], np.uint64)
-    queue.add("r", PeerId("p"), Spans(one, one, np.array([3 * LEAST], np.uint64)))
-    chunks = [queue.next(), queue.next()]
+    queue.add_read("r", PeerId("p"), Spans(one, one, np.array([3 * LEAST], np.uint64)))
+    chunks = [queue.next_chunk(), queue.next_chunk()]
     for chunk, at in zip(chunks, (0.1, 0.2), strict=True):
         stats = ReadStats(LEAST, 1, 0.0, at)
-        queue.settled(chunk, Settled(stats), 50.0 + at)
+        queue.chunk_settled(chunk, Settled(stats), 50.0 + at)
         assert sizer.expected_s(LEAST) == pytest.approx(0.1)

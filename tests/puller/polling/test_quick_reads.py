@@ -58,7 +58,7 @@ class World:
         return item
 
     def connect(self) -> PeerId:
-        self.reader.post(Connect("c", self.lender.address()))
+        self.reader.post_job(Connect("c", self.lender.address()))
         result = self.next_result()
         assert isinstance(result, Connected)
         assert result.peer is not None
@@ -77,7 +77,7 @@ class World:
         job = self.job(nbytes, num_runs)
         results = self.reader.read_now(job)
         if results is None:
-            self.reader.post(job)
+            self.reader.post_job(job)
         return results or []
 
     def job(self, nbytes: int, num_runs: int = 1) -> Read:
@@ -121,7 +121,7 @@ def test_what_may_take_long_is_posted_by_the_reader(world: World, why: str) -> N
         world.read(1, Failing(BackendFailure("made to fail")))
     elif why == "known anew":
         world.read(1)
-        world.reader.post(Disconnect(world.peer))
+        world.reader.post_job(Disconnect(world.peer))
         world.peer = world.connect()
     settled, is_here = world.read(nbytes, num_runs=num_runs)
     assert (settled.settled.ok, is_here) == (True, False)
@@ -139,9 +139,9 @@ def test_one_of_several_chunks_is_finished_by_the_reader(world: World) -> None:
 @pytest.mark.parametrize("device", ["local_device", "remote_device"])
 def test_device_memory_is_read_by_the_thread_that_is_bound_to_it(world: World, device: str) -> None:
     jobs = TransportJobs(world.transport, lambda _: None)
-    jobs.do(Connect("c", world.lender.address()))
-    jobs.do(world.job(1))
-    while jobs.post() or not jobs.poll():
+    jobs.do_job(Connect("c", world.lender.address()))
+    jobs.do_job(world.job(1))
+    while jobs.post_chunk() or not jobs.poll_reads():
         pass
     host = world.job(1)
     assert jobs.is_quick(host), "the control"
@@ -194,7 +194,7 @@ def test_jobs_that_meet_the_transport_on_its_way_are_done(world: World) -> None:
     world.post(NBYTES)
     held = world.results.take_one(GIVE_UP_S)
     assert isinstance(held, HeldTransport)
-    world.reader.post(world.job(1))  # not known yet that it is here
+    world.reader.post_job(world.job(1))  # not known yet that it is here
     assert isinstance(world.results.take_one(GIVE_UP_S), ReadSettled)
     assert world.results.take_one(0.05) is None
     world.reader.hold(held)

@@ -43,10 +43,10 @@ class ConnectionEnd:
         self.closed = False
         self.is_lost = False
 
-    def send(self, bodies: Iterable[bytes]) -> None:
+    def send_frames(self, bodies: Iterable[bytes]) -> None:
         self.sent += bodies
 
-    def receive(self) -> list[bytes]:
+    def receive_frames(self) -> list[bytes]:
         if self.is_lost:
             raise SideChannelLost("closed by the peer")
         arrived, self.arrived = self.arrived, []
@@ -116,7 +116,7 @@ class OneRank:
         peer = self.peer(lender)
         assert isinstance(peer.connection, ConnectionEnd)
         peer.connection.arrived.append(encode(messages))
-        self.pulls.serve_peer(peer)
+        self.pulls.handle_readable(peer)
 
     def greet(self, lender: str, engine_id: str | None = None) -> None:
         """The lender says what it is, and the transport reaches it."""
@@ -126,7 +126,8 @@ class OneRank:
     def welcome(self, lender: str, engine_id: str | None = None) -> None:
         """The lender says what it is."""
         rank = RankGeometry(0, 0, b"address", self.memory.references)
-        self.hear(lender, Welcome.of(engine_id or f"p{lender}", f"b{lender}", TRAITS, (rank,)))
+        engine_id = engine_id or f"p{lender}"
+        self.hear(lender, Welcome.in_our_version(engine_id, f"b{lender}", TRAITS, (rank,)))
 
     def connect(self, lender: str) -> None:
         """The transport reaches the lender."""
@@ -142,7 +143,7 @@ class OneRank:
         end = self.peer(lender).connection
         assert isinstance(end, ConnectionEnd)
         end.is_lost = True
-        self.pulls.serve_peer(self.peer(lender))
+        self.pulls.handle_readable(self.peer(lender))
 
     def frames(self, lender: str) -> list[list[FromReader]]:
         """The messages of each frame that the lender was sent since the last call, but Hello."""

@@ -68,7 +68,7 @@ def test_dead_names_of_warm_places_hold_up_no_pull() -> None:
 
 def welcome(**changes: Any) -> bytes:
     """What a lender would say of itself to a reader, but for ``changes``."""
-    message = Welcome.of("p", "boot", TRAITS, (RankGeometry(0, 0, b"", one_layer()),))
+    message = Welcome.in_our_version("p", "boot", TRAITS, (RankGeometry(0, 0, b"", one_layer()),))
     return encode([msgspec.structs.replace(message, **changes)])
 
 

@@ -118,7 +118,7 @@ def test_a_read_that_hangs_is_one_and_holds_no_pull_up(
         assert len(network.in_flight()) == 1
         assert num_warm(pair.puller) == 0
         network.script = None
-        network.release()
+        network.release_held()
         until_warm(pair)
 
 

@@ -47,11 +47,11 @@ def test_sessions_that_stall_no_more_leave_their_places() -> None:
     control.admit("a", "h", 1.0)
     control.admit("b", "h", 2.0)
     assert control.is_crowded
-    control.observe("a", False, 3.0)
+    control.note_stall("a", False, 3.0)
     assert not control.is_crowded
-    control.observe("a", True, 4.0)
+    control.note_stall("a", True, 4.0)
     assert control.admit("c", "h", 5.0) == "b"
-    control.remove("b")
+    control.remove_session("b")
     assert "b" not in control
 
 

@@ -169,7 +169,7 @@ class Engine:
 
         ours.get_kv_connector_stats = take_stats  # type: ignore[method-assign]
         geometry = RankGeometry(0, 0, self.rank.transport.address(), self.rank.memory.references)
-        welcome = Welcome.of(self.name, ours._greeting.incarnation, TRAITS, (geometry,))
+        welcome = Welcome.in_our_version(self.name, ours._greeting.incarnation, TRAITS, (geometry,))
         parts = ours.parts
         if parts.waits is not None:
             parts.waits._clock = self.machine.clock

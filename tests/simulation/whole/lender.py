@@ -36,7 +36,7 @@ class SimLender:
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
         self._post(LeaseOffer(request, ticket, ttl_s, self._machine.clock()))
 
-    def abort(self, request: str, *, if_unclaimed: bool = False) -> None:
+    def abort_lease(self, request: str, *, if_unclaimed: bool = False) -> None:
         self._post(AbortUnclaimed(request) if if_unclaimed else Abort(request))
 
     def abort_all(self) -> None:
@@ -45,11 +45,11 @@ class SimLender:
     def revoke_all(self) -> None:
         self._post(RevokeAll())
 
-    def collect(self) -> list[FreedLease]:
+    def take_freed(self) -> list[FreedLease]:
         freed, self._freed = self._freed, []
         return freed
 
-    def take_counts(self) -> dict[str, int]:
+    def take_lease_counts(self) -> dict[str, int]:
         counts = dict(self.sessions.counts)
         self._world.counts.update(counts)
         self.sessions.counts = Counter()
@@ -62,5 +62,5 @@ class SimLender:
         self._freed.append(ended)
 
     def _post(self, command: EngineCommand) -> None:
-        self.sessions.apply(command, self._machine.clock())
+        self.sessions.apply_command(command, self._machine.clock())
         self._serving.turn()

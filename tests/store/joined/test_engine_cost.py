@@ -99,7 +99,7 @@ def test_a_look_up_of_131_072_tokens_costs_the_engine_about_as_much_as_hashing_t
             assert store.get_num_new_matched_tokens(name, TOKENS + 1, 0) is None
         lookup = store._requests[name].lookup
         assert lookup is not None
-        assert store._lookups._worker.outbox.wait(PATIENCE_S)
+        assert store._lookups._worker.outbox.wait_for_item(PATIENCE_S)
         with watch:
             assert store.get_num_new_matched_tokens(name, TOKENS + 1, 0) is None
             (*_, fetch) = store.take_commands()
@@ -161,7 +161,7 @@ def test_a_prompt_that_was_pulled_is_hashed_elsewhere_and_not_saved_if_it_is_the
             assert store.save_pass(name, TOKENS, TOKENS + 1, _ids) is None
         lookup = store._requests[name].lookup
         assert lookup is not None
-        assert store._lookups._worker.outbox.wait(PATIENCE_S)
+        assert store._lookups._worker.outbox.wait_for_item(PATIENCE_S)
         saved = store.save_pass(name, TOKENS + 1, TOKENS + 2, _ids)
         rows = saved.rows if saved else ()
         return watch.us, sum(name.kind is RowKind.FA for name in rows)

@@ -94,7 +94,7 @@ def test_a_report_carries_what_was_counted_before_it() -> None:
     reports.report_counts()
     reports.add_counts(rows=1)
     reports.report_counts()
-    assert outbox.take() == [
+    assert outbox.take_all() == [
         TaskReport(SaveResult(1), {"rows": 5, "bytes": 1}),
         TaskReport(SaveResult(2), {}),
         TaskReport(None, {"rows": 1}),
@@ -104,7 +104,7 @@ def test_a_report_carries_what_was_counted_before_it() -> None:
 @pytest.mark.parametrize("quietly", [True, False])
 def test_an_answer_that_others_follow_wakes_nobody(quietly: bool) -> None:
     outbox: Box[TaskReport] = Box()
-    sleeper = threading.Thread(target=outbox.wait, args=(5.0,))
+    sleeper = threading.Thread(target=outbox.wait_for_item, args=(5.0,))
     sleeper.start()
     while not outbox._sleepers:
         pass
@@ -139,12 +139,12 @@ def worked(
     loop = TaskLoop("t", inbox, TaskReports(outbox), begin=begin, refuse=refuse)
     worker = Worker("t", loop.run_tasks, inbox, outbox)
     inbox.put_all(tasks)
-    worker.start()
+    worker.start_thread()
     until = time.monotonic() + PATIENCE_S
     while inbox.items:
         assert time.monotonic() < until
         time.sleep(0.001)
-    assert worker.end(PATIENCE_S)
+    assert worker.end_thread(PATIENCE_S)
     return inbox, outbox
 
 
@@ -168,7 +168,7 @@ def test_a_third_unexpected_error_switches_a_thread_off(
 
     _, outbox = worked([0, 1, 2, 3, 4, 5], lambda: (work, lambda: None), seen.append)
     assert seen == refused
-    is_off = TaskReport(SwitchedOff("t"), {}) in outbox.take()
+    is_off = TaskReport(SwitchedOff("t"), {}) in outbox.take_all()
     assert is_off == (len(refused) > 3)
 
 
@@ -184,6 +184,6 @@ def test_a_refusal_that_fails_does_not_end_the_thread(caplog: pytest.LogCaptureF
 
     _, outbox = worked(list(range(10)), begin, refuse)
     assert seen == list(range(10))
-    assert outbox.take() == [TaskReport(SwitchedOff("t"), {})]
+    assert outbox.take_all() == [TaskReport(SwitchedOff("t"), {})]
     assert "a task was not refused" in caplog.text
     assert caplog.records[0].levelno == logging.ERROR

@@ -80,12 +80,12 @@ class LendingPartner:
         self._memory = Memory(like, "partner")
         self._numbers = itertools.count()
         rank = RankGeometry(0, 0, self._memory.transport.address(), self._memory.references)
-        welcome = Welcome.of("partner", "boot", self._memory.traits, (rank,))
+        welcome = Welcome.in_our_version("partner", "boot", self._memory.traits, (rank,))
         self._lender = Lender(welcome, LOCALHOST, 0)
 
     def lend(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Lend as if ``prompt`` had been computed: the ``kv_transfer_params`` for decode."""
-        self._lender.collect()
+        self._lender.take_freed()
         request, lists = f"r{next(self._numbers)}", self._memory.lists(len(prompt))
         digest = prompt_digest(prompt)
         ticket = Ticket(
@@ -117,7 +117,7 @@ class PullingPartner:
     def hold(self, params: Mapping[str, Any]) -> tuple[str, Need]:
         """Claim what a ticket names; pass the answer to :meth:`pull`."""
         request, ticket = f"r{next(self._numbers)}", parse_ticket(params)
-        self._puller.post(ClaimTicket(request, f"partner/{request}", ticket))
+        self._puller.post_command(ClaimTicket(request, f"partner/{request}", ticket))
         lists = tuple(
             BlockList(lent.first, ours.ids[-len(lent.ids) :])
             for lent, ours in zip(ticket.blocks, self._memory.lists(ticket.num_tokens), strict=True)
@@ -131,11 +131,11 @@ class PullingPartner:
             RuntimeError: it was not.
         """
         request, need = held
-        self._puller.post(ReadBlocks(request, need))
+        self._puller.post_command(ReadBlocks(request, need))
         give_up = time.monotonic() + _PATIENCE_S
         with self._news:
             while request not in self._ended:
-                outcome = self._puller.collect()
+                outcome = self._puller.take_results()
                 self._ended |= dict.fromkeys(outcome.received)
                 self._ended |= {failed.request: failed.reason for failed in outcome.failed}
                 if time.monotonic() > give_up:

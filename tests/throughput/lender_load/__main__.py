@@ -98,7 +98,7 @@ class Scheduler:
 
     def collect(self) -> None:
         """What is free again; every lease must have been read."""
-        for freed in self.lender.collect():
+        for freed in self.lender.take_freed():
             if freed.why != "read":
                 raise RuntimeError(f"{freed.request}: expected to be read, {freed.why}")
             self.freed += 1
@@ -135,7 +135,7 @@ def lender_for(readers: Readers) -> Lender:
     """A lender of a small cache."""
     cache = Cache("BHLNC", filled=False)
     rank = RankGeometry(0, 0, b"nowhere", cache.references)
-    welcome = Welcome.of("prefill", "boot", TRAITS, (rank,))
+    welcome = Welcome.in_our_version("prefill", "boot", TRAITS, (rank,))
     return Lender(welcome, LOCALHOST, 0, security=readers.security)
 
 

@@ -52,7 +52,7 @@ class BareLender:
         """Count it."""
         self._lent += 1
 
-    def collect(self) -> list[SimpleNamespace]:
+    def take_freed(self) -> list[SimpleNamespace]:
         """All that was lent, as if it had been read."""
         lent, self._lent = self._lent, 0
         return [SimpleNamespace(why="read")] * lent

@@ -110,10 +110,10 @@ class Crowd:
         sock = connecting_to(resolve(LOCALHOST, port))
         policy = security.for_reader(LOCALHOST, f"{LOCALHOST}:{port}")
         connection = Connection(sock, 1 << 24, policy=policy, max_later=MAX_REPLIES)
-        connection.watch(self._selector, connection, connecting=True)
+        connection.watch_socket(self._selector, connection, connecting=True)
         self._selector.select(5.0)
-        connection.send([encode([Hello(PROTOCOL_VERSION, f"d{number}", "boot")])])
-        while not connection.receive():
+        connection.send_frames([encode([Hello(PROTOCOL_VERSION, f"d{number}", "boot")])])
+        while not connection.receive_frames():
             self._selector.select(5.0)
         return connection
 
@@ -175,11 +175,11 @@ class Crowd:
             for message in messages:
                 if isinstance(message, Claim):
                     self._claimed[message.seq] = now
-            self._connections[reader].send([encode(messages)])
+            self._connections[reader].send_frames([encode(messages)])
 
     def _hear(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
-            bodies, now = key.data.receive(), time.monotonic()
+            bodies, now = key.data.receive_frames(), time.monotonic()
             for body in bodies:
                 for message in _answers.decode(body):
                     self.answers["refused" if isinstance(message, Refused) else "granted"] += 1

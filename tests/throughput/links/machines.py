@@ -85,14 +85,14 @@ def hold(token_bytes: int, most: int, address: str) -> None:
     ):
         transport.register([arena.memory])
         rank = RankGeometry(0, 0, transport.address(), placed(described, arena.memory))
-        welcome = Welcome.of("holder", "boot", TRAITS, (rank,))
+        welcome = Welcome.in_our_version("holder", "boot", TRAITS, (rank,))
         with closing(Lender(welcome, address, 0, security=Security(insecure=True))) as lender:
             _say(lender.port)
             for line in sys.stdin:
                 order = Order(**json.loads(line))
                 ticket = _ticket(token_bytes, order, address, lender.port)
                 lender.lend(order.name, ticket.digest(), PATIENCE_S)
-                lender.collect()
+                lender.take_freed()
                 _say(order.name)
 
 
@@ -122,12 +122,12 @@ def pull(token_bytes: int, most: int, address: str, port: int) -> None:
 
 def _pull(puller: Puller, ticket: Ticket, need: Need) -> tuple[float, int]:
     request, began = ticket.request_id, time.monotonic()
-    puller.post(ClaimTicket(request, f"here/{request}", ticket))
-    puller.post(ReadBlocks(request, need))
-    while not (outcome := puller.collect()).records:
+    puller.post_command(ClaimTicket(request, f"here/{request}", ticket))
+    puller.post_command(ReadBlocks(request, need))
+    while not (outcome := puller.take_results()).records:
         if outcome.failed or time.monotonic() - began > PATIENCE_S:
             raise RuntimeError(f"{request} was not pulled: {outcome.failed}")
-        puller.wait(0.05)
+        puller.wait_for_report(0.05)
     return time.monotonic() - began, outcome.records[0].moved.nbytes
 
 

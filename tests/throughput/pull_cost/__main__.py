@@ -145,7 +145,7 @@ class Model:
         self._sent: dict[str, float] = {}
         self.posts = Watch()
         self._post_both = self.posts.around(self._post)
-        self._collect = self.posts.around(puller.collect)
+        self._collect = self.posts.around(puller.take_results)
 
     def run(self, tickets: Sequence[Ticket], seconds: float) -> tuple[list[float], list[float]]:
         """Step for so long, pulling ``tickets`` evenly; returns what steps and pulls took, ms."""
@@ -189,8 +189,8 @@ class Model:
         self._number += 1
         request = f"r{self._number}"
         self._sent[request] = time.perf_counter()
-        self._puller.post(ClaimTicket(request, f"model/{request}", ticket))
-        self._puller.post(ReadBlocks(request, need))
+        self._puller.post_command(ClaimTicket(request, f"model/{request}", ticket))
+        self._puller.post_command(ReadBlocks(request, need))
 
 
 def measure(options: argparse.Namespace) -> list[Phase]:

@@ -149,9 +149,9 @@ class Reader:
     def read(self, spans: Spans) -> float:
         """GB/s."""
         began, polls = time.perf_counter(), 0
-        self._jobs.do(Read("read", self._peer, spans))
-        self._jobs.post()
-        while not self._jobs.poll():
+        self._jobs.do_job(Read("read", self._peer, spans))
+        self._jobs.post_chunk()
+        while not self._jobs.poll_reads():
             time.sleep(max(self._jobs.pause_s(polls), self.least_pause_s))
             polls += 1
         seconds = time.perf_counter() - began

@@ -93,7 +93,9 @@ class GoldenEngine(FakeEngine):
 
 def welcome(engine_id: str, cache: Cache, traits: dict[str, str]) -> Welcome:
     """What an engine says of itself."""
-    return Welcome.of(engine_id, "boot", traits, (RankGeometry(0, 0, b"", cache.references),))
+    return Welcome.in_our_version(
+        engine_id, "boot", traits, (RankGeometry(0, 0, b"", cache.references),)
+    )
 
 
 @contextlib.contextmanager
@@ -133,7 +135,7 @@ class Healthy:
     def describe_decode(self, **traits: str) -> None:
         """Write decode's description."""
         cache = Cache("BHLNC", filled=False)
-        said = Described.of(welcome("decode", cache, {"model": "tiny", **traits}))
+        said = Described.from_welcome(welcome("decode", cache, {"model": "tiny", **traits}))
         self.description.write_bytes(msgspec.json.encode(said))
 
     async def ask(self, capsys: Any) -> tuple[int, dict[str, Any]]:

@@ -27,7 +27,7 @@ TOKENS = (1, 2)
 
 
 def described(engine_id: str) -> Described:
-    return Described.of(welcome(engine_id, Cache("BHLNC", filled=False), {}))
+    return Described.from_welcome(welcome(engine_id, Cache("BHLNC", filled=False), {}))
 
 
 def pair(where: str, decode: str = "10.0.0.2", **facts: Any) -> GoldenFacts:

@@ -111,7 +111,7 @@ class RegistersOverlaps(InProcessTransport):
     def register(self, memories: Sequence[Memory]) -> None:
         for memory in memories:
             if memory not in self._registered:
-                self._registered.add([memory])
+                self._registered.add_memories([memory])
 
 
 class RegistersHalf(InProcessTransport):
@@ -143,7 +143,7 @@ class DisconnectsOnce(InProcessTransport):
 
 class KeepsDisconnectedPeers(InProcessTransport):
     def disconnect(self, peer: PeerId) -> None:
-        self.network.disconnect(self.peer_id, peer)
+        self.network.end_reads(self.peer_id, peer)
 
 
 class TakesAnyAddress(InProcessTransport):

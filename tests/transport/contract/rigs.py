@@ -41,7 +41,7 @@ def memory_rig(
 
     def resume() -> None:
         network.script = None
-        network.release()
+        network.release_held()
         network.progress()
 
     yield Rig(
@@ -52,7 +52,7 @@ def memory_rig(
         lending.memory,
         pause,
         resume,
-        kill=lambda: network.kill(lender.peer_id),
+        kill=lambda: network.kill_peer(lender.peer_id),
         settle_s=settle_s,
     )
     resume()

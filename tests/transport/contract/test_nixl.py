@@ -108,18 +108,18 @@ class TestNixlOverTcp(_WithLender, TransportContract):
 
     def test_why_reads_are_not_cancelled__nixl_writes_after_releasing_them(self, rig: Rig) -> None:
         raw = Agent(load_library(), "raw", RAW_TCP, progress_delay_us=1000)
-        raw.register(rig.arena.memory)
-        peer = raw.add(unpack("nixl", rig.address).payload)
+        raw.register_memory(rig.arena.memory)
+        peer = raw.add_peer(unpack("nixl", rig.address).payload)
         first = raw.prepare(peer, rig.spans((0, 0, 64)))
-        raw.post(first)
-        while raw.check(first) == "pending":
+        raw.post_transfer(first)
+        while raw.check_transfer(first) == "pending":
             time.sleep(0.001)
-        raw.release(first)
+        raw.release_transfer(first)
         self.lender.pause()
         transfer = raw.prepare(peer, rig.spans((4096, 0, ARENA_BYTES // 2)))
-        assert raw.post(transfer) == "pending"
-        raw.release(transfer)  # as if that ended it
-        rig.check((0, 0, 64))
+        assert raw.post_transfer(transfer) == "pending"
+        raw.release_transfer(transfer)  # as if that ended it
+        rig.check_arena((0, 0, 64))
         self.lender.resume()
         deadline = time.monotonic() + 20.0
         expected = Arena.blank().bytes
@@ -127,7 +127,7 @@ class TestNixlOverTcp(_WithLender, TransportContract):
         while (rig.arena.bytes == expected).all() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not (rig.arena.bytes == expected).all(), "NIXL cancels now: simplify Reads"
-        raw.remove(peer)
+        raw.remove_peer(peer)
         raw.close()
 
 

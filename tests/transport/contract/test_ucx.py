@@ -87,7 +87,7 @@ class TestUcxOverTcp(TransportContract):
         assert rig.reader.poll(read) is None
         rig.reader.disconnect(rig.peer)
         assert isinstance(rig.finish(read).error, PeerLost)
-        rig.check((0, 0, 64))
+        rig.check_arena((0, 0, 64))
 
     def test_what_is_in_use_is_reported(self, rig: Rig) -> None:
         facts = rig.reader.describe()

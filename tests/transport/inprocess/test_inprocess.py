@@ -102,7 +102,7 @@ def test_closing_is_refused_while_a_read_can_land(world: World) -> None:
         world.reader.read(world.peer, world.spans((at, 8)))
     with pytest.raises(BackendFailure, match="1 reads can still write"):
         world.reader.close()
-    world.network.release()
+    world.network.release_held()
     world.network.progress()
     world.reader.close()
 
@@ -111,8 +111,8 @@ def test_held_reads_land_when_released(world: World) -> None:
     world.network.script = lambda _: Held()
     reads = [world.reader.read(world.peer, world.spans((at, 8))) for at in (0, 8)]
     assert [world.reader.poll(read) for read in reads] == [None, None]
-    assert world.network.release(PeerId("another")) == 0
-    assert world.network.release(world.peer) == 2
+    assert world.network.release_held(PeerId("another")) == 0
+    assert world.network.release_held(world.peer) == 2
     assert all(world.reader.poll(read) for read in reads)
     assert world.network.in_flight() == ()
 
@@ -120,7 +120,7 @@ def test_held_reads_land_when_released(world: World) -> None:
 def test_a_killed_peer_settles_its_readers_and_writes_nothing_more(world: World) -> None:
     world.network.inject(world.reader.peer_id, world.peer, Late(1.0), Lost())
     reads = [world.reader.read(world.peer, world.spans((at, 8))) for at in (0, 8)]
-    world.network.kill(world.peer)
+    world.network.kill_peer(world.peer)
     world.clock.advance(5.0)
     for read in reads:
         settled = world.reader.poll(read)
@@ -134,7 +134,7 @@ def test_a_killed_peer_settles_its_readers_and_writes_nothing_more(world: World)
 def test_a_killed_reader_is_written_to_no_more(world: World) -> None:
     world.network.inject(world.reader.peer_id, world.peer, Late(1.0))
     world.reader.read(world.peer, world.spans((0, 8)))
-    world.network.kill(world.reader.peer_id)
+    world.network.kill_peer(world.reader.peer_id)
     world.clock.advance(5.0)
     assert world.network.progress() == 0
     assert not world.ours.any()
@@ -142,7 +142,7 @@ def test_a_killed_reader_is_written_to_no_more(world: World) -> None:
 
 
 def test_a_restarted_peer_is_another_peer(world: World) -> None:
-    world.network.kill(world.peer)
+    world.network.kill_peer(world.peer)
     again = InProcessTransport(world.network, "p")
     again.register([Memory(world.theirs.ctypes.data, SIZE)])
     peer = world.reader.connect(again.address())

@@ -100,7 +100,7 @@ def after_connecting_and_reading(world: BoundWorld, reads: int = 2) -> None:
         return item
 
     try:
-        reader.post(Connect("peer", OTHER_PEER))
+        reader.post_job(Connect("peer", OTHER_PEER))
         connected = next_result()
         assert isinstance(connected, Connected), connected
         assert connected.peer is not None, connected
@@ -109,7 +109,7 @@ def after_connecting_and_reading(world: BoundWorld, reads: int = 2) -> None:
         spans = Spans(runs, runs, np.array([64], np.uint64), memory.device, memory.device)
         for number in range(reads):
             world.nixl.will("transfer", "DONE")
-            reader.post(Read(number, connected.peer, spans))
+            reader.post_job(Read(number, connected.peer, spans))
             assert next_result() is not None
     finally:
         reader.close()

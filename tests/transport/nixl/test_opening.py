@@ -14,7 +14,7 @@ from tests.transport.nixl.scripted import ERRORS, FakeNixl, World, failing
 from transport.errors import TransportUnavailable
 from transport.nixl import transport as transport_module
 from transport.nixl.agent import NixlLibrary
-from transport.nixl.options import (
+from transport.nixl.agent_options import (
     UCX_DEFAULTS,
     backend_params,
     merged_engine_config,

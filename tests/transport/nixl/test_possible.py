@@ -14,7 +14,7 @@ import pytest
 from tests.transport.nixl.test_cuda import GPU, BoundWorld
 from transport.address import pack
 from transport.nixl import transport as transport_module
-from transport.nixl.options import settings_of, ucx_library
+from transport.nixl.agent_options import settings_of, ucx_library
 from transport.nixl.possible import parse, possible_transports
 from transport.nixl.transport import NixlTransport
 from transport.types import Memory

@@ -29,13 +29,13 @@ class FakeProgressThread:
         self.log: list[str] = []
         self.waited = 50.0
 
-    def waited_s(self) -> float:
+    def core_wait_s(self) -> float:
         return self.waited
 
     def drive(self) -> None:
         self.log.append("drive")
 
-    def rest(self) -> None:
+    def stop_driving(self) -> None:
         self.log.append("rest")
 
     def close(self) -> None:
@@ -350,7 +350,7 @@ def test_a_thread_is_bound_to_its_cores_only_while_it_is_driven() -> None:
         [number] = sleeper.found.threads
         thread = ProgressThread(sleeper.found, {min(every)})
         seen = [os.sched_getaffinity(number)]
-        for change in (thread.drive, thread.rest, thread.drive, thread.close):
+        for change in (thread.drive, thread.stop_driving, thread.drive, thread.close):
             change()
             seen.append(os.sched_getaffinity(number))
     assert seen == [every, {min(every)}, every, {min(every)}, every]

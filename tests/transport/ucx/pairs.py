@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tests.transport.ucx.ucx_process import TCP, content, shuffled
 from transport.address import unpack
 from transport.types import Memory, ReadId, Settled
-from transport.ucx.reader import RemoteLender
+from transport.ucx.reader_side import RemoteLender
 from transport.ucx.transport import UcxTransport, _remote_lender
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ import pytest
 from tests.transport.ucx.pairs import MIB, pair, remote, until
 from tests.transport.ucx.ucx_process import TCP
 from transport.errors import BackendFailure
-from transport.ucx.frames import (
+from transport.ucx.control import (
     MAX_FRAME_BYTES,
     PieceRefused,
     PieceRequest,
@@ -25,7 +25,7 @@ from transport.ucx.frames import (
 from transport.ucx.library import context_options, load_library
 from transport.ucx.pieces import MAX_PIECE_BYTES, Runs
 from transport.ucx.transport import UcxTransport
-from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
+from transport.ucx.ucx_worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip("ucxx is not installed", allow_module_level=True)
@@ -46,7 +46,7 @@ class Intruder:
         self._sending: list[UcxRequest] = []
 
     def send(self, data: bytes, tag: int = FRAME_TAG) -> None:
-        self._sending.append(self.endpoint.send(np.frombuffer(data, dtype=np.uint8), tag))
+        self._sending.append(self.endpoint.send_array(np.frombuffer(data, dtype=np.uint8), tag))
 
     def flush(self) -> None:
         assert until(self._all_sent, self.worker.progress)
@@ -127,7 +127,7 @@ def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
             intruder.send(encode(PieceRequest(SESSION, number, 1 << 63 | number, *run), secret))
             assert until(lambda answer=answer: answer.done, intruder.worker.progress)
             with pytest.raises(BackendFailure, match="truncated"):
-                answer.check("receive")
+                answer.raise_failure("receive")
             assert (into == 255).all()
         assert lending.num_readers == 1
         assert two.is_fine()

@@ -10,15 +10,15 @@ import pytest
 from transport.errors import PeerLost
 from transport.regions import Regions
 from transport.types import Memory
-from transport.ucx.frames import (
+from transport.ucx.control import (
     PieceRequest,
     ReaderHello,
     SessionId,
     encode,
 )
-from transport.ucx.lender import LenderLimits, UcxLender
+from transport.ucx.lender_side import LenderLimits, UcxLender
 from transport.ucx.pieces import MAX_PIECE_BYTES, Runs
-from transport.ucx.worker import Bytes
+from transport.ucx.ucx_worker import Bytes
 
 SECRET = b"s" * 32
 SESSION = SessionId(b"0123456789abcdef")
@@ -49,7 +49,7 @@ class FakeEndpoint:
         self.releases = True
         self.sent: list[tuple[int, int, FakeRequest]] = []
 
-    def send(self, array: Bytes, tag: int) -> FakeRequest:
+    def send_array(self, array: Bytes, tag: int) -> FakeRequest:
         return self._sent(tag, len(array))
 
     def send_runs(self, runs: Runs, tag: int) -> FakeRequest:
@@ -86,15 +86,15 @@ class LenderRig:
         pass
 
     def hello(self, session: bytes) -> FakeEndpoint:
-        self.lender.handle(encode(ReaderHello(SessionId(session), b"w"), SECRET))
+        self.lender.handle_frame(encode(ReaderHello(SessionId(session), b"w"), SECRET))
         return self.endpoints[-1]
 
     def ask(self, session: bytes, number: int, *, runs: int = 2) -> None:
         frame = request(number, [self.base + 128 * i for i in range(runs)], [64] * runs)
-        self.lender.handle(encode(replace(frame, session=SessionId(session)), SECRET))
+        self.lender.handle_frame(encode(replace(frame, session=SessionId(session)), SECRET))
 
     def settle(self) -> None:
-        while self.lender.step():
+        while self.lender.serve_readers():
             pass
 
 
@@ -134,7 +134,7 @@ def test_readers_are_served_in_turn() -> None:
     for number in range(1, 4):
         rig.ask(A, number)
     rig.ask(B, 1)
-    rig.lender.step()
+    rig.lender.serve_readers()
     assert [len(endpoint.sent) for endpoint in endpoints] == [1, 1]
 
 
@@ -248,7 +248,7 @@ def test_a_piece_that_is_too_large_is_refused(excess: int) -> None:
     endpoint = rig.hello(A)
     base = huge.ctypes.data
     runs = [base, base + 2 * MAX_PIECE_BYTES], [MAX_PIECE_BYTES - 64, 64 + excess]
-    rig.lender.handle(encode(replace(request(1, *runs), session=SessionId(A)), SECRET))
+    rig.lender.handle_frame(encode(replace(request(1, *runs), session=SessionId(A)), SECRET))
     rig.settle()
     # The reason, and a message that is longer than any piece; or the piece.
     assert len(endpoint.sent) == 1 + excess

@@ -16,7 +16,7 @@ from tests.transport.ucx.pairs import MIB, finish, until
 from tests.transport.ucx.ucx_process import TCP, process, shuffled
 from transport.errors import PeerLost
 from transport.types import Memory
-from transport.ucx.reader import WINDOW
+from transport.ucx.reader_side import WINDOW
 from transport.ucx.transport import UcxTransport
 
 if importlib.util.find_spec("ucxx") is None:

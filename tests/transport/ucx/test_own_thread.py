@@ -10,7 +10,7 @@ import pytest
 from tests.transport.ucx.pairs import MIB, PATIENCE_S, UcxPair, finish, until
 from tests.transport.ucx.ucx_process import TCP
 from transport.errors import BackendFailure
-from transport.ucx import thread as ucx_thread
+from transport.ucx import ucx_thread
 from transport.ucx.transport import UcxTransport
 
 if importlib.util.find_spec("ucxx") is None:
@@ -31,9 +31,9 @@ def test_an_error_of_the_thread_fails_reads_and_is_not_hidden(
             raise RuntimeError("broken")
 
         gate = threading.Event()
-        reader._thread.post(lambda: gate.wait(PATIENCE_S) and None)
+        reader._thread.run_soon(lambda: gate.wait(PATIENCE_S) and None)
         pending = two.start(4096)
-        reader._thread.post(broken)  # in the same round: before the lender can have answered
+        reader._thread.run_soon(broken)  # in the same round: before the lender can have answered
         gate.set()
         assert until(lambda: reader._thread._failure is not None)
         with pytest.raises(BackendFailure, match="broken"):

@@ -13,8 +13,8 @@ from tests.transport.ucx.pairs import MIB, PATIENCE_S, finish, pair, until
 from tests.transport.ucx.ucx_process import TCP, shuffled
 from transport.errors import BackendFailure, OutOfBounds
 from transport.types import Memory, Spans
-from transport.ucx.frames import MAX_RUNS
-from transport.ucx.reader import WINDOW
+from transport.ucx.control import MAX_RUNS
+from transport.ucx.reader_side import WINDOW
 from transport.ucx.transport import UcxTransport
 
 if importlib.util.find_spec("ucxx") is None:
@@ -64,7 +64,7 @@ def test_a_refused_piece_fails_even_if_its_reader_does_not_learn_why(
     """Frames from foreign workers may push the lender's frame out."""
     with pair(4 * MIB) as two:
         assert two.is_fine()
-        monkeypatch.setattr(two.reader._thread.reader, "handle", lambda data: None)
+        monkeypatch.setattr(two.reader._thread.reader, "handle_frame", lambda data: None)
         before = two.ours.copy()
         ours, outside = two.ours.ctypes.data, two.held.ctypes.data + 4 * MIB
         read = two.reader.read(two.peer, shuffled(ours, outside, nbytes, nbytes))
@@ -80,7 +80,7 @@ def test_more_frames_may_come_at_once_than_may_be_announced() -> None:
     with pair(run * runs) as two, ExitStack() as stack:
         gate = threading.Event()
         address = two.lender.address()
-        two.lender._thread.post(lambda: gate.wait(PATIENCE_S) and None)
+        two.lender._thread.run_soon(lambda: gate.wait(PATIENCE_S) and None)
         reads = []
         for number in range(readers):
             reader = stack.enter_context(UcxTransport(f"reader{number}", **TCP))

@@ -9,10 +9,10 @@ import pytest
 
 from transport.errors import BackendFailure, OutOfBounds, PeerLost
 from transport.types import Memory, PeerId, ReadId, Settled, Spans
-from transport.ucx.frames import PieceRefused, PieceRequest, SessionId, decode, encode
+from transport.ucx.control import PieceRefused, PieceRequest, SessionId, decode, encode
 from transport.ucx.pieces import MAX_PIECE_BYTES, Runs
-from transport.ucx.reader import WINDOW, RemoteLender, UcxReader
-from transport.ucx.runs import RunsMessages
+from transport.ucx.reader_side import WINDOW, RemoteLender, UcxReader
+from transport.ucx.run_messages import RunsMessages
 
 SECRET = b"s" * 32
 SESSION = SessionId(b"0123456789abcdef")
@@ -55,28 +55,28 @@ class FakeUcp:
 
 def test_a_request_is_done_when_ucx_says_so_and_freed_once() -> None:
     ucp = FakeUcp()
-    request = RunsMessages(ucp, 7).send(8, RUNS, 9)  # type: ignore[arg-type]
+    request = RunsMessages(ucp, 7).send_runs(8, RUNS, 9)  # type: ignore[arg-type]
     assert not request.done
     assert not ucp.freed
     ucp.statuses[1000] = 0
     assert request.done
     assert request.done
     request.cancel()
-    request.check("send")
+    request.raise_failure("send")
     assert ucp.freed == [1000]
     assert not ucp.canceled
 
 
 def test_a_cancelled_receive_that_was_matched_is_not_done() -> None:
     ucp = FakeUcp()
-    receive = RunsMessages(ucp, 7).receive(RUNS, 9)  # type: ignore[arg-type]
+    receive = RunsMessages(ucp, 7).receive_runs(RUNS, 9)  # type: ignore[arg-type]
     receive.cancel()
     assert ucp.canceled == [1000]
     assert not receive.done  # UCX has not said so, and may still write
     ucp.statuses[1000] = CANCELED
     assert receive.done
     with pytest.raises(BackendFailure, match="receive: -16"):
-        receive.check("receive")
+        receive.raise_failure("receive")
     assert ucp.freed == [1000]
 
 
@@ -86,20 +86,20 @@ def test_what_fails_at_once_is_an_error_and_no_request(status: int) -> None:
     ucp.answer = (1 << 64) + status
     messages = RunsMessages(ucp, 7)  # type: ignore[arg-type]
     with pytest.raises(PeerLost if status == RESET else BackendFailure, match=f"send: {status}"):
-        messages.send(8, RUNS, 9)
+        messages.send_runs(8, RUNS, 9)
     with pytest.raises((PeerLost, BackendFailure), match=f"receive: {status}"):
-        messages.receive(RUNS, 9)
+        messages.receive_runs(RUNS, 9)
     ucp.answer = (1 << 64) - 4096  # an address, high as it is
-    assert not messages.send(8, RUNS, 9).done
+    assert not messages.send_runs(8, RUNS, 9).done
 
 
 def test_what_was_sent_at_once_is_done_and_has_no_request_to_free() -> None:
     ucp = FakeUcp()
     ucp.answer = None
-    request = RunsMessages(ucp, 7).send(8, RUNS, 9)  # type: ignore[arg-type]
+    request = RunsMessages(ucp, 7).send_runs(8, RUNS, 9)  # type: ignore[arg-type]
     request.cancel()
     assert request.done
-    request.check("send")
+    request.raise_failure("send")
     assert not ucp.freed
     assert not ucp.canceled
 
@@ -116,7 +116,7 @@ class FakeReceive:
         if not self.matched and not self.done:
             self.done, self.error = True, PeerLost("canceled")
 
-    def check(self, doing: str) -> None:
+    def raise_failure(self, doing: str) -> None:
         if self.error is not None:
             raise self.error
 
@@ -132,7 +132,7 @@ class FakeLenderEndpoint:
         self.alive = True
         self.requests: list[PieceRequest] = []
 
-    def send(self, array: Any, tag: int) -> FakeSend:
+    def send_array(self, array: Any, tag: int) -> FakeSend:
         frame = decode(array.tobytes(), SECRET)
         if isinstance(frame, PieceRequest):
             self.requests.append(frame)
@@ -173,14 +173,14 @@ class ReaderRig:
     def start(self, read: int, runs: int, nbytes: int = MAX_PIECE_BYTES) -> None:
         at = np.arange(runs, dtype=np.uint64) * np.uint64(2 * nbytes) + np.uint64(4096)
         spans = Spans(at, at.copy(), np.full(runs, nbytes, dtype=np.uint64))
-        self.reader.start(self.lender, ReadId(read), spans, 0.0)
+        self.reader.start_read(self.lender, ReadId(read), spans, 0.0)
 
     def refuse(self, number: int) -> None:
         frame = PieceRefused(SESSION, self.endpoint.requests[number].tag, True, "no")
-        self.reader.handle(encode(frame, SECRET))
+        self.reader.handle_frame(encode(frame, SECRET))
 
     def settle(self) -> None:
-        while self.reader.step():
+        while self.reader.advance_reads():
             pass
 
 
@@ -215,7 +215,7 @@ def test_a_read_is_not_settled_while_a_matched_receive_can_be_written(how: str) 
     if how == "refused":
         rig.refuse(0)
     elif how == "disconnected":
-        rig.reader.disconnect(rig.lender)
+        rig.reader.disconnect_lender(rig.lender)
     else:
         rig.endpoint.alive = False
     rig.settle()

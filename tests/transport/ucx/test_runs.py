@@ -19,9 +19,9 @@ from transport.errors import BackendFailure, PeerLost, TransportUnavailable
 from transport.types import U64
 from transport.ucx.library import _LOST, context_options, load_library
 from transport.ucx.pieces import Runs
-from transport.ucx.runs import RequestParam, UcpCalls, iov
+from transport.ucx.run_messages import RequestParam, UcpCalls, iov
 from transport.ucx.selftest import check_calls, runs_calls
-from transport.ucx.worker import Endpoint, UcxWorker
+from transport.ucx.ucx_worker import Endpoint, UcxWorker
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip("ucxx is not installed", allow_module_level=True)
@@ -79,7 +79,7 @@ def test_another_version_than_ucxx_has_loaded_is_not_used() -> None:
 
 _WRONG = """
 from transport.ucx import selftest
-from transport.ucx.runs import UcpCalls
+from transport.ucx.run_messages import UcpCalls
 from tests.transport.ucx.test_runs import Param, ParamWithoutCallback
 from transport.ucx.transport import UcxTransport
 selftest.UcpCalls = lambda library: UcpCalls(library, param={})
@@ -93,7 +93,7 @@ def test_no_transport_starts_on_a_ucx_that_differs(wrong: bool) -> None:
     param = (
         "ParamWithoutCallback"
         if wrong
-        else "__import__('transport.ucx.runs').ucx.runs.RequestParam"
+        else "__import__('transport.ucx.run_messages').ucx.run_messages.RequestParam"
     )
     done = subprocess.run(
         [sys.executable, "-c", _WRONG.format(param)],
@@ -187,7 +187,7 @@ def test_runs_arrive_in_other_runs_and_nothing_else_is_written(
     receive = two.ours.receive_runs(parts(came, into_run), 5)
     send = two.to_us.send_runs(parts(sent, from_run), 5)
     assert until_done(two, receive, send)
-    receive.check("receive")
+    receive.raise_failure("receive")
     rows = came.reshape(-1, 2, into_run)
     assert (rows[:, 0].ravel() == sent.reshape(-1, 2, from_run)[:, 0].ravel()).all()
     assert (rows[:, 1] == 255).all()
@@ -208,7 +208,7 @@ def test_a_matched_receive_that_is_cancelled_still_arrives(two: TwoWorkers) -> N
     receive.cancel()
     assert not receive.done
     assert until_done(two, receive, send)
-    receive.check("receive")
+    receive.raise_failure("receive")
     assert (came.reshape(-1, 2, 65536)[:, 0] == sent.reshape(-1, 2, 65536)[:, 0]).all()
 
 
@@ -220,8 +220,8 @@ def test_a_receive_without_a_message_is_done_once_cancelled(two: TwoWorkers) -> 
     receive.cancel()
     assert receive.done
     with pytest.raises(PeerLost, match="canceled"):
-        receive.check("receive")
-    two.to_us.send(np.zeros(64, dtype=np.uint8), 5)
+        receive.raise_failure("receive")
+    two.to_us.send_array(np.zeros(64, dtype=np.uint8), 5)
     two.progress()
     assert (came == 255).all()
 
@@ -237,7 +237,7 @@ def test_closing_a_connection_ends_its_messages(two: TwoWorkers) -> None:
     receive.cancel()
     assert until_done(two, send, unmatched, receive)
     with pytest.raises(PeerLost):
-        unmatched.check("send")
+        unmatched.raise_failure("send")
     with pytest.raises(PeerLost):
         two.to_us.send_runs(parts(sent, 65536), 7)
 

@@ -15,7 +15,7 @@ from transport.address import Envelope
 from transport.errors import BadAddress
 from transport.regions import Regions
 from transport.types import Memory, Spans
-from transport.ucx.frames import (
+from transport.ucx.control import (
     MAC_BYTES,
     MAX_FRAME_BYTES,
     MAX_RUNS,
@@ -30,10 +30,10 @@ from transport.ucx.frames import (
     decode,
     encode,
 )
-from transport.ucx.lender import UcxLender, lendable
+from transport.ucx.lender_side import UcxLender, lendable
 from transport.ucx.library import FIXED, context_options
 from transport.ucx.pieces import MAX_PIECE_BYTES, PieceCutter, Runs
-from transport.ucx.runs import iov
+from transport.ucx.run_messages import iov
 from transport.ucx.transport import _remote_lender
 
 SECRET = b"s" * 32
@@ -128,7 +128,7 @@ def test_pieces_hold_every_byte_once_and_keep_their_bounds(
     spans = Spans(starts[:, 0].copy(), starts[:, 1].copy(), nbytes)
     cutter, local, remote = PieceCutter(spans), [], []
     while not cutter.exhausted:
-        piece = cutter.next()
+        piece = cutter.next_piece()
         assert 0 < piece.nbytes <= MAX_PIECE_BYTES
         assert max(len(piece.remote.nbytes), len(piece.local.nbytes)) <= MAX_RUNS
         assert piece.local.total_bytes == piece.remote.total_bytes == piece.nbytes
@@ -150,7 +150,7 @@ def test_a_piece_has_as_many_runs_as_fit_and_no_more() -> None:
     cutter = PieceCutter(Spans(at, at[::-1].copy(), np.full(count, 64, dtype=np.uint64)))
     pieces = []
     while not cutter.exhausted:
-        pieces.append(cutter.next())
+        pieces.append(cutter.next_piece())
     assert [len(piece.local.nbytes) for piece in pieces] == [MAX_RUNS, MAX_RUNS, 1]
 
 
@@ -202,7 +202,7 @@ def test_a_reader_of_another_protocol_gets_a_typed_error_that_says_what_to_do(
     with pytest.raises(BadFrame, match="not authenticated"):  # as for any stranger
         decode(frame, b"t" * 32)
     lender = UcxLender(None, SECRET, lambda: 0.0)  # type: ignore[arg-type]
-    lender.handle(frame)
+    lender.handle_frame(frame)
     assert lender.refused_frames == 1
     assert "same pdconn" in caplog.text
 

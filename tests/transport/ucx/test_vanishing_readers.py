@@ -13,7 +13,7 @@ import pytest
 from tests.transport.ucx.pairs import MIB, finish, pair, until
 from tests.transport.ucx.ucx_process import TCP, content, process, shuffled
 from transport.types import Memory
-from transport.ucx.lender import LenderLimits, RemoteReader, UcxLender
+from transport.ucx.lender_side import LenderLimits, RemoteReader, UcxLender
 from transport.ucx.transport import UcxTransport
 
 if importlib.util.find_spec("ucxx") is None:

@@ -330,7 +330,7 @@ def test_nvfp4_pages_of_other_ranks_are_refused(theirs: int, ours: int) -> None:
         name = arrangement_of(rank.spec, layer("FLASHINFER"), "LBHNC").name
         traits = {"block_content": name}
         geometry = tuple(RankGeometry(0, n, b"", one) for n, one in enumerate(ranks))
-        welcome = Welcome.of("prefill", "boot", traits, geometry)
+        welcome = Welcome.in_our_version("prefill", "boot", traits, geometry)
         me = PullingRank("decode", number, ours, number, rank.references, traits)
         with pytest.raises(Incompatible, match=r"\(block_content FLASHINFER:NVFP4:HNC\)"):
             me.pair(welcome)
@@ -343,6 +343,6 @@ def test_what_only_moves_whole_must_lie_in_one_piece(unit: Unit, what: str) -> N
     view = torch.zeros(3, 2, 4, 16)
     page = Pages("layer", attention(), layout, tensor, 3, view)
     with pytest.raises(RegistrationError, match=f"layer: layout: .* which {what} .* got {layout}"):
-        page.chunks(unit, 0, 1)
+        page.block_chunks(unit, 0, 1)
     for other in ("LBHNC", "BLHNC"):
-        Pages("layer", attention(), other, tensor, 3, view).chunks(unit, 0, 1)
+        Pages("layer", attention(), other, tensor, 3, view).block_chunks(unit, 0, 1)

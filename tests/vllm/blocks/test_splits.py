@@ -89,7 +89,7 @@ class Engine:
         )
 
     def splits(self, references: KVCacheReferences) -> Splits:
-        return Splits.of(self.config.transfer_groups, [references])
+        return Splits.from_ranks(self.config.transfer_groups, [references])
 
     def cells(self, blocks: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], torch.Tensor]]:
         """(layer, head, token) and the cell of each token, as the backend's kernels find it."""
@@ -259,14 +259,14 @@ def test_ranks_that_describe_other_blocks_are_refused() -> None:
     stages = [Engine("LBHNC", 2, ratio) for ratio in (2, 1)]
     ranks = [stage.references() for stage in stages]
     with pytest.raises(RegistrationError, match=r"on all ranks, got \[4, 8\]"):
-        Splits.of(stages[0].config.transfer_groups, ranks)
+        Splits.from_ranks(stages[0].config.transfer_groups, ranks)
 
 
 def test_a_stage_without_layers_of_a_group_has_no_say() -> None:
     engine = Engine("LBHNC", 2, 2)
     made = engine.references()
     empty = replace(made, groups=(replace(made.groups[0], data=(), block_tokens=TOKENS),))
-    assert Splits.of(engine.config.transfer_groups, [empty, made]) == Splits((2,))
+    assert Splits.from_ranks(engine.config.transfer_groups, [empty, made]) == Splits((2,))
 
 
 def test_holes_are_holes_for_every_kernel_block() -> None:

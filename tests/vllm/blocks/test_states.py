@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from pdconn.planning.plan import Need, Pairing
 from pdconn.planning.planning_errors import Incompatible
 from pdconn.protocol.ticket import BlockList
-from pdconn.vllm.blocks import states
-from pdconn.vllm.blocks.states import state_chunks
+from pdconn.vllm.blocks import recurrent_states
+from pdconn.vllm.blocks.recurrent_states import state_chunks
 from registration import (
     AttentionKind,
     GroupMemory,
@@ -209,13 +209,13 @@ def is_right(sort: Sort, lending: int, reading: int) -> bool:
 
 
 def test_pieces_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    sort, known = SORTS[2], states._pieces
+    sort, known = SORTS[2], recurrent_states._pieces
 
     def swapped(*args: Any) -> Any:
         (q, k, v), ssm = known(*args)
         return [v, k, q], ssm
 
-    monkeypatch.setattr(states, "_pieces", swapped)
+    monkeypatch.setattr(recurrent_states, "_pieces", swapped)
     assert not all(pulled(sort, 1, 2, False))
 
 

@@ -66,7 +66,7 @@ class Tap:
         frames = Frames(1 << 26)
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                for body in frames.feed(data):
+                for body in frames.feed_bytes(data):
                     for message in parse(body):
                         self._pass(type(message))
                 sink.sendall(data)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdconn.vllm.identity import files
-from pdconn.vllm.identity.files import weights_digest
+from pdconn.vllm.identity import model_files
+from pdconn.vllm.identity.model_files import weights_digest
 
 
 @pytest.fixture
@@ -96,6 +96,6 @@ def test_of_very_many_tensors_some_samples_are_read_and_every_header(
 
     assert seen() == 20
     whole = write(1)
-    monkeypatch.setattr(files, "_MOST", 20)
+    monkeypatch.setattr(model_files, "_MOST", 20)
     assert len({whole, write(1), write(2), write(1, extra=np.zeros(9, np.uint8))}) == 4
     assert 0 < seen() < 20

@@ -61,7 +61,7 @@ def test_other_weights_are_another_boot_and_are_compared_anew(
 
 def test_an_engine_pulls_by_its_weights_while_its_cache_has_kv_of_others(greeting: Any) -> None:
     """What it lends stays unproven, which hid that what it is compared by had changed."""
-    greeting.weights.computed()
+    greeting.weights.note_computed()
     greeting.weights.changed("update_weights")
     greeting.compare_anew(may_have_lent=True)
     greeting.take_weights()

@@ -28,9 +28,9 @@ def is_proven(traits: dict[str, str]) -> bool:
 
 def test_weights_are_what_was_loaded_until_they_may_be_others(weights: EngineWeights) -> None:
     assert weights.of_engine == weights.of_kv == KNOWN
-    weights.computed()
+    weights.note_computed()
     weights.was_reset()
-    weights.computed()
+    weights.note_computed()
     assert weights.of_engine == weights.of_kv == KNOWN
     weights.changed("update_weights")
     for traits in (weights.of_engine, weights.of_kv):
@@ -73,7 +73,7 @@ def test_what_is_read_from_files_is_known_again_and_the_drafter_is_not(
 
 
 def test_kv_of_before_proves_nothing_until_the_cache_is_reset(weights: EngineWeights) -> None:
-    weights.computed()
+    weights.note_computed()
     weights.changed("update_weights")
     weights.named("2")
     assert is_proven(weights.of_engine)
@@ -88,7 +88,7 @@ def test_kv_of_before_proves_nothing_until_the_cache_is_reset(weights: EngineWei
 def test_an_engine_whose_cache_was_reset_before_keeps_nothing_of_before(
     weights: EngineWeights,
 ) -> None:
-    weights.computed()
+    weights.note_computed()
     weights.was_reset()
     weights.changed("update_weights")
     weights.named("2")

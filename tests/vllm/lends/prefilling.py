@@ -125,7 +125,7 @@ class Prefilling:
         self.boot += 1
         references = Cache("BHLNC", filled=False).references
         geometry = RankGeometry(0, 0, b"address", references)
-        self.side.serve(Welcome.of("p", f"boot-{self.boot}", {}, (geometry,)))
+        self.side.serve(Welcome.in_our_version("p", f"boot-{self.boot}", {}, (geometry,)))
         self.claims.clear()  # sessions end with their lender
         for lent in self.lent:
             lent.is_revoked = True

@@ -277,7 +277,7 @@ class NeverUnpins(Lending):
 
     def unpin_freed(self) -> None:
         if self._lender is not None:
-            self._lender.collect()
+            self._lender.take_freed()
 
 
 class UnpinsAtOnce(Lending):
@@ -288,7 +288,7 @@ class UnpinsAtOnce(Lending):
         super()._end_leases(requests, if_unclaimed=if_unclaimed)
         for request_id in requests:
             if request_id in self.pins:
-                self.pins.unpin(request_id)
+                self.pins.unpin_lease(request_id)
                 self.pins.pin(request_id, (), pins_module.LeaseKind.PROMPT, self._clock())
 
 
@@ -297,7 +297,7 @@ class TrustsTickets(Lending):
 
     def take_back_own(self, ticket: Any) -> None:
         if self._lender is not None:
-            self._lender.abort(ticket.request_id)
+            self._lender.abort_lease(ticket.request_id)
 
 
 class WaitsForReaders(Lending):
@@ -362,10 +362,10 @@ def test_they_notice_children_that_share_nothing(monkeypatch: pytest.MonkeyPatch
 
 def test_they_notice_pins_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeasePins, "unpin_all", lambda self: self._blocks.clear())
-    unpin = LeasePins.unpin
+    unpin = LeasePins.unpin_lease
     monkeypatch.setattr(
         LeasePins,
-        "unpin",
+        "unpin_lease",
         lambda self, request_id: None if parent_of(request_id) else unpin(self, request_id),
     )
     notices(PrefillMachine, examples=EXAMPLES, steps=STEPS)

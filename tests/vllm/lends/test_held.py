@@ -35,7 +35,7 @@ def holder(
     cache.finish(told)
     settings = read_settings({}, "127.0.0.1", 1, 0)
     lending = Lending(settings, "h", "boot", (1, 1), block_tokens=BLOCK)
-    lending.prefixes.use_manager(cache.manager)
+    lending.prefixes.bind_kv_cache_manager(cache.manager)
     complete_windows(cache.manager, pulled_until)
     return half_of(SchedulerParts(lending=lending)), cache
 

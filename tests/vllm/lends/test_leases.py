@@ -17,7 +17,7 @@ from tests.vllm.lends.scheduler import Clock, Pool, request, settle
 
 
 def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Pool) -> None:
-    params = lending.lend(request("r"), ([0, 0, 3, 4], [7]))
+    params = lending.lend_request(request("r"), ([0, 0, 3, 4], [7]))
     assert params is not None
     assert pool.pinned() == [3, 4, 7]
     lending.unpin_freed()
@@ -30,7 +30,7 @@ def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Poo
 def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
     lending: Lending, pool: Pool, lease_s: float
 ) -> None:
-    params = lending.lend(request("r"), ([3],))
+    params = lending.lend_request(request("r"), ([3],))
     assert params is not None
     ticket = parse_ticket(params)
     began = time.monotonic()
@@ -47,7 +47,7 @@ def test_a_ticket_that_comes_back_to_its_engine_ends_its_lease_and_an_altered_on
     lending: Lending, pool: Pool, lease_s: float
 ) -> None:
     """A client can write another request's name into a ticket."""
-    ticket = parse_ticket(lending.lend(request("r"), ([3],)))
+    ticket = parse_ticket(lending.lend_request(request("r"), ([3],)))
     lending.take_back_own(replace(ticket, num_tokens=ticket.num_tokens - 1))
     settle(lending, pool, seconds=0.2)
     assert pool.pinned() == [3]
@@ -57,13 +57,13 @@ def test_a_ticket_that_comes_back_to_its_engine_ends_its_lease_and_an_altered_on
 
 
 def test_nothing_to_lend_is_no_ticket(lending: Lending, pool: Pool) -> None:
-    assert lending.lend(request("r"), ([0, 0], [])) is None
+    assert lending.lend_request(request("r"), ([0, 0], [])) is None
     assert pool.pinned() == []
 
 
 def test_two_leases_on_one_block_are_two_references(lending: Lending, pool: Pool) -> None:
-    lending.lend(request("a"), ([5],))
-    lending.lend(request("b"), ([5],))
+    lending.lend_request(request("a"), ([5],))
+    lending.lend_request(request("b"), ([5],))
     assert pool.blocks[5].ref_cnt == 2
     settle(lending, pool)
     assert pool.blocks[5].ref_cnt == 0
@@ -73,7 +73,7 @@ def test_kernel_blocks_are_lent_and_the_engines_blocks_are_pinned(
     lending: Lending, pool: Pool
 ) -> None:
     lending.tickets.splits = Splits((2,))
-    params = lending.lend(request("a"), ([0, 2, 0, 3],))
+    params = lending.lend_request(request("a"), ([0, 2, 0, 3],))
     assert params is not None
     assert params["remote_block_ids"] == [[4, 5, 0, 0, 6, 7]]
     assert params["pdconn"]["first_blocks"] == [2]
@@ -93,7 +93,7 @@ def test_what_decode_would_refuse_is_not_lent(
 ) -> None:
     """It was lent, decode refused its ticket, and its blocks stayed pinned for a whole lease."""
     with caplog.at_level(logging.WARNING, logger="pdconn"):
-        assert lending.lend(request(name), ([3, 4],)) is None
+        assert lending.lend_request(request(name), ([3, 4],)) is None
     assert pool.pinned() == []
     [line] = caplog.messages
     assert line.startswith("pdconn: not lent: remote_request_id: expected 1 to 512 printable")
@@ -102,12 +102,12 @@ def test_what_decode_would_refuse_is_not_lent(
 
 
 def test_the_longest_name_that_decode_takes_is_lent(lending: Lending) -> None:
-    params = lending.lend(request("r" * 512), ([3],))
+    params = lending.lend_request(request("r" * 512), ([3],))
     assert parse_ticket(params).request_id == "r" * 512
 
 
 def test_more_blocks_than_decode_takes_are_not_lent(lending: Lending, pool: Pool) -> None:
-    assert lending.lend(request("r"), ([3] * 5000,)) is None
+    assert lending.lend_request(request("r"), ([3] * 5000,)) is None
     assert pool.pinned() == []
 
 
@@ -120,7 +120,7 @@ def test_the_children_of_a_request_share_one_lease(
 
     The prompt's blocks are shared by prefix caching (3, 4), and the last one is each child's.
     """
-    answers = [lending.lend(request(f"{n}_cmpl-x"), ([3, 4, 5 + n],)) for n in order]
+    answers = [lending.lend_request(request(f"{n}_cmpl-x"), ([3, 4, 5 + n],)) for n in order]
     assert answers == [answers[0]] * 3
     assert len({id(answer) for answer in answers}) == 3, "vLLM adds to each answer"
     shown = parse_ticket(answers[-1])
@@ -136,7 +136,7 @@ def test_the_children_of_a_request_share_one_lease(
 
 def test_children_of_several_requests_share_nothing(lending: Lending) -> None:
     children = [request("0_a"), request("0_b"), request("1_a", prompt=(7, 8)), request("c")]
-    answers = [lending.lend(child, ([3],)) for child in children]
+    answers = [lending.lend_request(child, ([3],)) for child in children]
     lent = [parse_ticket(params).request_id for params in answers]
     assert lent == ["0_a", "0_b", "1_a", "c"]
 
@@ -148,13 +148,13 @@ def test_a_child_that_finishes_late_gets_a_lease_that_is_not_about_to_end(
     names = []
     for number, waited_s in enumerate((0.0, 0.4 * lease_s, 0.2 * lease_s)):
         clock.now += waited_s
-        params = lending.lend(request(f"{number}_a"), ([3],))
+        params = lending.lend_request(request(f"{number}_a"), ([3],))
         names.append(parse_ticket(params).request_id)
     assert names == ["0_a", "0_a", "2_a"]
 
 
 def test_a_child_whose_sibling_is_not_lent_any_more_is_lent(lending: Lending, pool: Pool) -> None:
-    lending.lend(request("0_a"), ([3],))
+    lending.lend_request(request("0_a"), ([3],))
     settle(lending, pool)
-    params = lending.lend(request("1_a"), ([3],))
+    params = lending.lend_request(request("1_a"), ([3],))
     assert parse_ticket(params).request_id == "1_a"

@@ -155,7 +155,7 @@ def lending(pool: Pool, clock: Clock) -> Iterator[Lending]:
 
 def welcome(boot: str) -> Welcome:
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
-    return Welcome.of("d", boot, {}, (geometry,))
+    return Welcome.in_our_version("d", boot, {}, (geometry,))
 
 
 def lend(side: Lending, name: str, *blocks: int) -> Any:
@@ -178,7 +178,7 @@ def test_the_answer_carries_what_prefill_is_to_be_asked(
     assert pool.pinned() == [3, 4]
     settle(lending, pool)
     assert pool.pinned() == [], "by its own seconds, not those of the leases of prompts"
-    assert lending.pins.count(LeaseKind.ANSWER) == 0
+    assert lending.pins.count_leases(LeaseKind.ANSWER) == 0
     assert lending.take_counts()["answers_lent"] == 1
 
 
@@ -203,9 +203,9 @@ def test_an_engine_that_wakes_remembers_no_answer_of_before(
     pool: Pool,
 ) -> None:
     assert lend(lending, "r", 3, 4) is not None
-    assert lending.pins.count(LeaseKind.ANSWER) == 1
+    assert lending.pins.count_leases(LeaseKind.ANSWER) == 1
     lending.serve(welcome("woken"))
-    assert (lending.pins.count(LeaseKind.ANSWER), pool.pinned()) == (0, [])
+    assert (lending.pins.count_leases(LeaseKind.ANSWER), pool.pinned()) == (0, [])
 
 
 def test_nothing_is_lent_twice_or_of_one_of_several_answers(
@@ -226,7 +226,7 @@ def test_an_engine_that_stops_does_not_wait_for_next_turns(
 ) -> None:
     lend(lending, "r", 1, 2)
     rounds = 0
-    while lending.drain(clock.now + 60.0):
+    while lending.drain_leases(clock.now + 60.0):
         rounds += 1
         assert rounds < 100
     assert pool.pinned() == []

@@ -23,7 +23,7 @@ def borrow(lending: Lending, name: str, *blocks: int) -> dict[str, Any] | None:
     lending.on_new_request(asked)
     assert lending.prefixes.note_hit(asked, HELD)
     got(lending, asked, lambda _: (list(blocks),))
-    told = lending.lend(asked, (list(blocks),))
+    told = lending.lend_request(asked, (list(blocks),))
     finished(lending, asked)
     return told
 
@@ -31,7 +31,7 @@ def borrow(lending: Lending, name: str, *blocks: int) -> dict[str, Any] | None:
 def hand_over(lending: Lending, name: str, *blocks: int) -> None:
     """Lend a whole prompt."""
     asked = request(PROMPT, {"do_remote_decode": True}, name=name)
-    assert lending.lend(asked, (list(blocks),)) is not None
+    assert lending.lend_request(asked, (list(blocks),)) is not None
 
 
 def test_of_forty_prefixes_that_are_asked_for_and_left_few_stay_lent(
@@ -40,12 +40,14 @@ def test_of_forty_prefixes_that_are_asked_for_and_left_few_stay_lent(
     for number in range(40):
         assert borrow(lending, f"p{number}", 1 + number % 15) is not None
     settle_down(lending)
-    assert lending.pins.count(LeaseKind.PREFIX) == len(pool.pinned()) == 8, "half of 16 blocks"
+    assert lending.pins.count_leases(LeaseKind.PREFIX) == len(pool.pinned()) == 8, (
+        "half of 16 blocks"
+    )
 
 
 def test_prefixes_are_few_however_short(pool: Pool) -> None:
     pins = LeasePins({LeaseKind.PREFIX: LentShare(0.5, 3)})
-    pins.use_pool(pool)
+    pins.bind_gpu_block_pool(pool)
     ended = [pins.pin(f"p{number}", [[1]], LeaseKind.PREFIX, 0.0) for number in range(5)]
     assert ended == [[], [], [], ["p0"], ["p1"]]
     assert pins.num_blocks == 1

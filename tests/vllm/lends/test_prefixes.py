@@ -104,7 +104,7 @@ def test_what_is_held_is_lent(lending: Lending, pool: Pool) -> None:
     lending.on_new_request(asked)
     assert lending.prefixes.note_hit(asked, HELD)
     assert (asked.num_prompt_tokens, asked.max_tokens) == (HELD + 1, 1)
-    params = lending.lend(asked, ([1, 2, 3],))
+    params = lending.lend_request(asked, ([1, 2, 3],))
     assert params is not None
     ticket = parse_ticket(params)
     assert (ticket.num_tokens, ticket.prompt) == (HELD, prefix_digest(asked, HELD))
@@ -125,7 +125,7 @@ def test_what_is_not_held_is_not_computed(
     assert asked.prompt_token_ids == asked._all_token_ids == PROMPT[:32]
     assert lending.prefixes.note_hit(asked, 32)
     assert asked.num_prompt_tokens == 32
-    assert lending.lend(asked, ([1, 2],)) == {"pdconn": {"lend": 79, "held": 32}}
+    assert lending.lend_request(asked, ([1, 2],)) == {"pdconn": {"lend": 79, "held": 32}}
     assert pool.pinned() == []
 
 
@@ -152,7 +152,7 @@ def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_o
     for _ in range(2):  # again after a preemption: it is pinned already
         got(lending, asked, lambda num_tokens: found if num_tokens == HELD else ())
     assert pool.pinned() == [1, 2, 3, 5]
-    params = lending.lend(asked, ([1, 2, 3], [0, 0, 6]))
+    params = lending.lend_request(asked, ([1, 2, 3], [0, 0, 6]))
     assert params is not None
     assert [block.ids for block in parse_ticket(params).blocks] == [(1, 2, 3), (5,)]
     finished(lending, asked)
@@ -192,7 +192,7 @@ def test_a_reset_lets_go_of_a_prefix_that_nobody_has_been_given(
     assert pool.pinned() == []
     lending.prefixes.note_hit(asked, 0)
     got(lending, asked, lambda num_tokens: ([4, 5],))
-    assert lending.lend(asked, ([4, 5],)) == {"pdconn": {"lend": HELD, "held": 0}}
+    assert lending.lend_request(asked, ([4, 5],)) == {"pdconn": {"lend": HELD, "held": 0}}
     finished(lending, asked)
     assert pool.pinned() == []
 
@@ -339,7 +339,7 @@ def test_what_is_no_ticket_is_ignored(given: object, caplog: pytest.LogCaptureFi
     side.on_new_request(asked)
     assert matched(side, asked, 0) == (0, False)
     assert side.take_commands() == []
-    assert "prefix of 'r' is not pulled" in caplog.text
+    assert "ticket for a prefix refused: " in caplog.text
 
 
 def test_a_model_with_states_takes_no_prefix_of_all_that_is_computed() -> None:

@@ -63,7 +63,7 @@ def test_a_model_with_states_leaves_the_last_token_to_decode(
     assert (made.prompt_token_ids, made._all_token_ids) == ([7, 8], [7, 8])
     assert (made.num_prompt_tokens, made.max_tokens) == (2, 1)
     made.num_computed_tokens = 2
-    params = lending.lend(made, ([1],))
+    params = lending.lend_request(made, ([1],))
     assert params is not None
     ticket = parse_ticket(params, 8)
     assert (ticket.num_tokens, ticket.prompt) == (2, whole)

@@ -37,7 +37,7 @@ def test_a_reset_takes_back_what_is_lent_and_succeeds(
     lending: Lending, pool: Pool, lease_s: float
 ) -> None:
     """Otherwise vLLM answers `success: false`, or 500 to a pause, and stays paused."""
-    params = lending.lend(request("r"), ([3, 4],))
+    params = lending.lend_request(request("r"), ([3, 4],))
     assert params is not None
     assert pool.reset_prefix_cache()
     assert pool.freed == [4, 3]
@@ -52,7 +52,7 @@ def test_a_reset_takes_back_what_is_lent_and_succeeds(
 def test_a_reset_revokes_what_is_being_read_and_nothing_of_it_is_confirmed(
     lending: Lending, pool: Pool, lease_s: float
 ) -> None:
-    params = lending.lend(request("r"), ([3],))
+    params = lending.lend_request(request("r"), ([3],))
     assert params is not None
     ticket, me = parse_ticket(params), Reader("d", 0, 1)
     with RawReader(lending_port(params), wants="boot") as reader:
@@ -70,7 +70,7 @@ def test_a_reset_revokes_what_is_being_read_and_nothing_of_it_is_confirmed(
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_reset_waits_for_what_is_being_read(lending: Lending, pool: Pool, lease_s: float) -> None:
     """A reset on an engine in use fails no request that is about to be handed over."""
-    params = lending.lend(request("r"), ([3],))
+    params = lending.lend_request(request("r"), ([3],))
     assert params is not None
     ticket, me = parse_ticket(params), Reader("d", 0, 1)
     with RawReader(lending_port(params), wants="boot") as reader, ThreadPoolExecutor(1) as other:
@@ -93,7 +93,7 @@ def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(lending: Lending, 
 
 def test_a_reset_that_cannot_succeed_takes_nothing_back(lending: Lending, pool: Pool) -> None:
     """A request is running: vLLM resets nothing, and what is lent must not be lost for that."""
-    lending.lend(request("r"), ([3],))
+    lending.lend_request(request("r"), ([3],))
     pool.touch([pool.blocks[5]])
     assert not pool.reset_prefix_cache()
     assert pool.pinned() == [3, 5]
@@ -110,11 +110,11 @@ def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
     lending: Lending, pool: Pool, clock: Clock, lease_s: float
 ) -> None:
     """Otherwise every ticket that is not redeemed yet is a failed request."""
-    params = lending.lend(request("r"), ([3],))
+    params = lending.lend_request(request("r"), ([3],))
     assert params is not None
     ticket = parse_ticket(params)
     looks, over = 0, time.monotonic() + 0.5
-    while lending.drain(clock.now + lease_s):
+    while lending.drain_leases(clock.now + lease_s):
         looks += 1
         if time.monotonic() > over:
             break
@@ -123,7 +123,7 @@ def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
     with RawReader(lending_port(params), wants="boot") as reader:
         reader.say(Done("r", Reader("d", 0, 1), ticket.digest()))
         give_up = time.monotonic() + 20
-        while lending.drain(clock.now + lease_s):
+        while lending.drain_leases(clock.now + lease_s):
             assert time.monotonic() < give_up
     assert pool.pinned() == []
 
@@ -137,17 +137,17 @@ def test_the_wait_for_leases_is_bounded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It counts from the signal: vLLM asks only when no request is left, which may be late."""
-    lending.lend(request("r"), ([3],))
+    lending.lend_request(request("r"), ([3],))
     until = clock.now + 9.0
     clock.now += 8.9
-    assert lending.drain(until)
+    assert lending.drain_leases(until)
     clock.now += 0.1
     for _ in range(3):  # vLLM asks several times in a row
-        assert not lending.drain(until)
+        assert not lending.drain_leases(until)
     assert pool.pinned() == [3]
     told = [record.message for record in caplog.records if "stopping with leases" in record.message]
     assert told == ["pdconn: stopping with leases unread: leases=1"]
 
 
 def test_an_engine_that_lends_nothing_stops_at_once(lending: Lending, clock: Clock) -> None:
-    assert not lending.drain(clock.now + 60.0)
+    assert not lending.drain_leases(clock.now + 60.0)

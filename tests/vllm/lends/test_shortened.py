@@ -46,7 +46,7 @@ def test_the_frontends_tokens_stay_and_every_sibling_is_shortened_once(
         assert child.prompt_token_ids == list(child.all_token_ids) == PROMPT[:-1]
         assert (child.num_prompt_tokens, child.max_tokens) == (len(PROMPT) - 1, 1)
         child.num_computed_tokens = child.num_prompt_tokens
-        params = lending.lend(child, ([1],))
+        params = lending.lend_request(child, ([1],))
         assert params is not None
         ticket = parse_ticket(params, 8)
         assert (ticket.num_tokens, ticket.prompt) == (len(PROMPT) - 1, whole)

@@ -83,7 +83,7 @@ class Engines:
 
     def close(self) -> None:
         self.network.script = None
-        self.network.release()
+        self.network.release_held()
         self.decode.close()
         self.prefill.close()
 

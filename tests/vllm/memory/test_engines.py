@@ -59,11 +59,11 @@ def log_of(engine: Engine) -> str:
 
 def test_every_engine_starts_and_says_its_layout(engines: dict[str, Engine]) -> None:
     assert "pdconn: layout LBHNC: smallest run of a block" in log_of(engines["prefill"])
-    assert "was asked for" not in log_of(engines["prefill"])
+    assert "is configured" not in log_of(engines["prefill"])
     assert "pdconn: layout LBHNC: smallest run" in log_of(engines["unread"])
-    assert "layout LBNHC was asked for and LBHNC is in use" in log_of(engines["unread"])
+    assert "layout LBNHC is configured and LBHNC is in use" in log_of(engines["unread"])
     assert "pdconn: layout BHLNC: smallest run" in log_of(engines["read"])
-    assert "was asked for" not in log_of(engines["read"])
+    assert "is configured" not in log_of(engines["read"])
 
 
 @pytest.mark.parametrize("decode", ["unread", "read"])

@@ -46,7 +46,7 @@ def test_the_key_goes_before_the_side_channel() -> None:
 def test_what_is_set_for_ucx_itself_goes_first(wanted: str) -> None:
     said = chosen(environ={"UCX_NET_DEVICES": "eth7,lo"}, kv_interface=wanted)
     assert said.startswith("KV goes over what UCX_NET_DEVICES=eth7,lo allows")
-    assert said.endswith(f"which goes before kv_interface: {wanted}")
+    assert said.endswith(f"which overrides kv_interface: {wanted}")
     for written in ("NET_DEVICES=eth7", "TLS=tcp, UCX_NET_DEVICES=eth7"):
         options = {"UCX": {"engine_config": written}}
         said = chosen(backend_options=options, kv_interface=wanted)
@@ -56,7 +56,7 @@ def test_what_is_set_for_ucx_itself_goes_first(wanted: str) -> None:
 
 
 def test_other_backends_heed_no_card() -> None:
-    assert "only UCX heeds it" in chosen(backends=["POSIX"], kv_interface="eth0")
+    assert "NIXL's UCX backend only" in chosen(backends=["POSIX"], kv_interface="eth0")
     assert chosen(backends=["POSIX", "UCX"], kv_interface="eth0") == "eth0"
 
 

@@ -184,4 +184,4 @@ def test_the_start_says_what_is_in_use_and_what_was_not_taken(
     assert "full_attention 1 KiB, 256 B" in caplog.text
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
     report_layout("BHLNC", "LBHNC", cache("LBHNC"))
-    assert "layout BHLNC was asked for and LBHNC is in use" in caplog.text
+    assert "layout BHLNC is configured and LBHNC is in use" in caplog.text

@@ -146,7 +146,7 @@ def test_decode_does_not_sleep_while_a_read_can_write(
     with pytest.raises(BackendFailure):
         fall_asleep(both.decode)
     both.network.script = None
-    both.network.release()
+    both.network.release_held()
     both.network.progress()
     fall_asleep(both.decode)
     wake_up(both.decode, 0.0)
@@ -178,4 +178,4 @@ def test_the_user_is_told_of_the_sleep(make: Make, caplog: pytest.LogCaptureFixt
     both = make()
     caplog.set_level(logging.INFO, logger="pdconn")
     fall_asleep(both.prefill)
-    assert "KV memory is not registered any more" in caplog.text
+    assert "KV memory is no longer registered" in caplog.text

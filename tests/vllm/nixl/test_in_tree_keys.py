@@ -24,7 +24,7 @@ from pdconn.vllm.config import (
     read_layout,
     read_settings,
 )
-from pdconn.vllm.nixl.keys import ANSWER_TTL_S, IN_TREE_KEYS, translate
+from pdconn.vllm.nixl.in_tree_keys import ANSWER_TTL_S, IN_TREE_KEYS, translate
 from tests.vllm.test_supported import config
 
 with warnings.catch_warnings():

@@ -67,16 +67,16 @@ class Puller:
         self.asked: list[Command] = []
         self.results = NO_RESULTS
 
-    def post(self, command: Command, after: StreamPoint | None = None) -> None:
+    def post_command(self, command: Command, after: StreamPoint | None = None) -> None:
         self.asked.append(command)
 
-    def collect(self) -> PullResults:
+    def take_results(self) -> PullResults:
         results, self.results = self.results, NO_RESULTS
         return results
 
-    def wait(self, seconds: float) -> None: ...
+    def wait_for_report(self, seconds: float) -> None: ...
 
-    def take_counts(self) -> dict[str, int]:
+    def take_pull_counts(self) -> dict[str, int]:
         return {}
 
 
@@ -104,13 +104,13 @@ class Ranks:
             self.computed.setdefault(new.req_id, []).append(new.num_computed_tokens)
         outputs: list[Any] = []
         for worker in self.workers:
-            worker.apply(step.kv_connector_metadata)
-            worker.after_pass()
-            results = worker.results()
+            worker.bind_connector_metadata(step.kv_connector_metadata)
+            worker.wait_for_save()
+            results = worker.get_transfer_results()
             made = KVConnectorOutput(
                 finished_recving=results.finished_recving,
                 failed_recving=results.failed_recving,
-                kv_connector_worker_meta=worker.take_report(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
             )
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=made))
         joined = self.aggregator.aggregate(outputs)
@@ -292,7 +292,7 @@ def granted(ranks: Ranks, puller: Puller, name: str) -> None:
     """The lender grants the claim."""
     ranks.until(lambda: any(isinstance(one, ClaimTicket) for one in puller.asked))
     [claim] = [one for one in puller.asked if isinstance(one, ClaimTicket)]
-    puller.results = PullResults.of([ClaimOutcome(name, claim.pull, 0)])
+    puller.results = PullResults.from_reports([ClaimOutcome(name, claim.pull, 0)])
 
 
 def prefix() -> dict[str, Any]:
@@ -311,7 +311,7 @@ def test_a_prefix_that_is_not_pulled_is_computed(
     if is_late:
         ranks.engine.connector._scheduler.parts.pulling.abandon(name)
         ranks.until(lambda: AbandonPull(name) in puller.asked)
-    puller.results = PullResults.of([FailedPull(name, "the holder is gone")])
+    puller.results = PullResults.from_reports([FailedPull(name, "the holder is gone")])
     finish(ranks, name)
     assert str(ranks.of(name)[-1].finish_reason) == "length"
     assert ranks.computed[name] == [0]
@@ -335,7 +335,7 @@ def test_a_prefix_that_is_lost_between_promise_and_blocks_is_computed(
     name = ranks.engine.add(PROMPT, first=FIRST, **prefix())
     granted(ranks, puller, name)
     ranks.until(lambda: any(isinstance(one, FailPull) for one in puller.asked))
-    puller.results = PullResults.of([FailedPull(name, "no ticket")])
+    puller.results = PullResults.from_reports([FailedPull(name, "no ticket")])
     finish(ranks, name)
     assert str(ranks.of(name)[-1].finish_reason) == "length"
     assert ranks.computed[name] == [0]
@@ -348,7 +348,7 @@ def test_a_whole_prompts_pull_ends_as_the_policy_says(
     """The control: what vLLM does with a load that fails."""
     ranks = started("kv_consumer", policy)
     name, puller = pulling(ranks, lent(PROMPT, is_prefix=False).to_params(1, 1))
-    puller.results = PullResults.of([FailedPull(name, "prefill is gone")])
+    puller.results = PullResults.from_reports([FailedPull(name, "prefill is gone")])
     finish(ranks, name)
     assert str(ranks.of(name)[-1].finish_reason) == end
 

@@ -31,7 +31,7 @@ def calls() -> Iterator[list[int]]:
 def test_a_stop_is_noticed_and_handed_on(calls: list[int]) -> None:
     times = iter([7.0, 9.0])
     watching = ShutdownSignal(lambda: next(times))
-    watching.watch()
+    watching.install_handlers()
     assert watching.requested_at is None
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -45,7 +45,7 @@ def test_handlers_of_other_programs_are_left_alone() -> None:
 
     before = signal.signal(signal.SIGTERM, theirs)
     try:
-        ShutdownSignal().watch()
+        ShutdownSignal().install_handlers()
         assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
         signal.signal(signal.SIGTERM, before)

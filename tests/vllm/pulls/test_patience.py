@@ -32,12 +32,12 @@ def taught(clock: Clock, compute_s: float, pull_s: float | None = None) -> Prefi
         prompt.num_output_tokens = 1
         assert patience.overdue() == []
         clock.now += 77.0  # of decoding
-        patience.forget_request(prompt.request_id)
+        patience.forget_waits(prompt.request_id)
         if pull_s is not None:
             patience.note_blocks(f"p{number}", 1000)
             clock.now += 1000 * pull_s
             patience.note_pull(f"p{number}", failed=False)
-            patience.forget_request(f"p{number}")
+            patience.forget_waits(f"p{number}")
     assert len(patience) == 0
     return patience
 

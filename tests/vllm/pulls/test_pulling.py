@@ -197,7 +197,7 @@ def test_parameters_that_are_no_dict_are_a_wrong_ticket(
     side.end_pull("d")
     assert len(side) == 0
     [line] = caplog.messages
-    assert line.startswith("pdconn: ticket of 'd' is wrong: kv_transfer_params: expected an object")
+    assert line.startswith("pdconn: ticket refused: kv_transfer_params: expected an object")
     assert len(line) < 250
 
 

@@ -26,7 +26,7 @@ class Pool:
 
 def test_blocks_are_free_once_the_engine_and_every_rank_are_done() -> None:
     pool, quarantine = Pool(), Quarantine()
-    quarantine.use_pool(pool)
+    quarantine.bind_gpu_block_pool(pool)
     quarantine.keep_blocks("r", (3, 4))
     pool.free_blocks([pool.blocks[3], pool.blocks[4]])  # the engine is done with the request
     quarantine.keep_blocks("r", (3, 4))  # the second rank says so a step later
@@ -40,7 +40,7 @@ def test_blocks_are_free_once_the_engine_and_every_rank_are_done() -> None:
 
 def test_a_request_under_the_same_name_keeps_its_own_blocks() -> None:
     pool, quarantine = Pool(), Quarantine()
-    quarantine.use_pool(pool)
+    quarantine.bind_gpu_block_pool(pool)
     for block in (1, 2):
         quarantine.keep_blocks("r", (block,))
         pool.free_blocks([pool.blocks[block]])

@@ -235,7 +235,7 @@ class Rig:
     def close(self) -> None:
         """End everything."""
         self.network.script = None
-        self.network.release()
+        self.network.release_held()
         self.decode.close()
         self.lender.close()
         self.prefill.close()

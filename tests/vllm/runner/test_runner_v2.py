@@ -67,7 +67,7 @@ class Late(PdconnConnector):
         super(PdconnConnector, self).bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().apply(self._get_connector_metadata())  # type: ignore[arg-type]
+        self._of_worker().bind_connector_metadata(self._get_connector_metadata())  # type: ignore[arg-type]
 
 
 class Repeating(PdconnConnector):
@@ -204,7 +204,7 @@ def test_an_idle_step_waits_for_a_pull_where_no_other_rank_waits_for_it(
     with rig(monkeypatch) as both:
         puller = both.decode.worker._worker._puller
         waited: list[float] = []
-        monkeypatch.setattr(puller, "wait", waited.append)
+        monkeypatch.setattr(puller, "wait_for_report", waited.append)
         idle(both.decode)
         assert bool(waited) is waits
         request = both.request("r")

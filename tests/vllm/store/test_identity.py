@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.store.row_keys import _Plain
 
 from pdconn.tools.lab.model import write_model
-from pdconn.vllm.identity.files import weights_digest
+from pdconn.vllm.identity.model_files import weights_digest
 from pdconn.vllm.store.row_keys import namespace_of, salted
 from tests.vllm.store.configured import TRAITS, config, layout, named, proven
 

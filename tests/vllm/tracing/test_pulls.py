@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pdconn.planning.plan import Moved
 from pdconn.puller.pulls import Measured
-from pdconn.vllm.tracing.pulls import PullSpans, TracedPull, are_traced
+from pdconn.vllm.tracing.pull_spans import PullSpans, TracedPull, are_traced
 from tests.fakes.simulated.hooks import finished
 
 with warnings.catch_warnings():
@@ -110,5 +110,5 @@ def test_an_engine_without_an_endpoint_has_no_spans() -> None:
             observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint)
         )
         assert are_traced(config) is expected
-        assert (PullSpans.of(config) is not None) is expected
+        assert (PullSpans.from_config(config) is not None) is expected
     assert not are_traced(SimpleNamespace())

@@ -256,7 +256,7 @@ def test_other_caches_are_left_alone(groups: tuple[GroupShape, ...]) -> None:
     cache = SimCache(CacheShape(groups, 100, retention=0))
     managers = cache.manager.coordinator.single_type_managers
     before = [dict(vars(one)) for one in managers]
-    assert AnswerWindows.of(cache.manager, 1) is None
+    assert AnswerWindows.from_manager(cache.manager, 1) is None
     assert [dict(vars(one)) for one in managers] == before
 
 

@@ -45,7 +45,7 @@ def pull(pair: Pair, window: BlockList) -> tuple[str | None, int]:
     reads: list[ReadRequest] = []
     pair.network.script = reads.append
     pair.claim("d", pair.lend_blocks("r", (FULL, window)))
-    pair.puller.post(ReadBlocks("d", NEED))
+    pair.puller.post_command(ReadBlocks("d", NEED))
     return pair.outcome_of("d"), len(reads)
 
 

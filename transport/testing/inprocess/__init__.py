@@ -1,6 +1,6 @@
 """Transports within one process, with real bytes and scripted faults; for tests and simulations.
 
-transport   one peer, whose reads behave as NIXL's do; the network of peers, which decides when
+transport   one peer, whose reads behave like NIXL's; the network of peers, which decides when
             reads land, fail or are lost
 faults      the faults, as plain data, and a manual clock
 

@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The bytes land ``seconds`` after posting, as the peer's memory is *then*."""
+    """The bytes land ``seconds`` after posting, from the peer's memory as it is at that time."""
 
     seconds: float
 
@@ -32,7 +32,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The bytes land when the network's ``release`` is called."""
+    """The bytes land when the network's ``release_held`` is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ Fault = Late | Held | Lost | Failing
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A read as a fault script sees it: ``number`` counts the network's reads from 0."""
+    """The argument of a fault script: a read; ``number`` counts the network's reads from 0."""
 
     reader: PeerId
     peer: PeerId
@@ -84,7 +84,7 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move on by ``seconds``; reads that are due then land at the network's next progress.
+        """Advance by ``seconds``; reads that are due then land at the network's next progress.
 
         Raises:
             ValueError: ``seconds`` is below 0.

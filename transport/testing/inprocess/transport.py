@@ -1,20 +1,18 @@
 """An in-process transport and its network: real bytes and addresses, with scripted faults.
 
-It is the backend for tests and simulations, yours too.  In every detail it follows NIXL,
-so that code that is correct here is correct there:
+The backend for tests and simulations, inside and outside of this project.  It behaves like NIXL, so
+that code that is correct here is correct there:
 
-* A read that is late copies what its peer's memory holds when it lands, not
-  what it held when it was posted.
-* A read in flight cannot be cancelled.  Disconnecting leaves it pending; it
-  lands when it is due and settles as ``PeerLost``; ``close`` refuses until then.
-* An address covers what was registered when it was made; connect again with a newer one
-  to read what was registered since.
+* A late read copies the content of its peer's memory at the time of landing, not of posting.
+* A read in flight cannot be cancelled.  Disconnecting leaves it pending; it lands when it is due
+  and settles as ``PeerLost``; ``close`` raises until then.
+* An address covers the memory registered when it was made; connect again with a newer one to read
+  what was registered later.
 * A run must lie inside one registered memory, on both sides.
 
-There is no thread, and nothing moves by itself.  ``InProcessNetwork.progress`` lands the reads that
-are due by the network's clock, in order of due time, and every ``poll`` of a transport calls it
-first.  Landing copies real bytes between real addresses, so a fault script has the same memory
-hazards as a network card.
+There is no thread.  ``InProcessNetwork.progress`` lands the reads that are due by the network's
+clock, in order of due time, and every ``poll`` of a transport calls it first.  Landing copies real
+bytes between real addresses, with the memory hazards of a network card.
 As with every backend, buffers must outlive the transport that registered them::
 
     clock = ManualClock()
@@ -86,7 +84,7 @@ _NEVER = float("inf")
 
 @dataclass(slots=True)
 class _PendingRead:
-    """A posted read that has not landed; ``disconnected`` once its reader left the peer."""
+    """A posted read that has not landed; ``disconnected``: its reader has disconnected."""
 
     request: ReadRequest
     fault: Fault | None
@@ -125,7 +123,7 @@ class InProcessNetwork:
                 landed += 1
         return landed
 
-    def release(self, peer: PeerId | None = None) -> int:
+    def release_held(self, peer: PeerId | None = None) -> int:
         """Make held reads from ``peer``, or from all peers, due now; returns how many."""
         held = [
             number
@@ -136,34 +134,34 @@ class InProcessNetwork:
             heapq.heappush(self._due, (self.clock(), number))
         return len(held)
 
-    def kill(self, peer: PeerId) -> None:
-        """End ``peer`` as a crash would: reads from it settle ``PeerLost``, its own vanish."""
+    def kill_peer(self, peer: PeerId) -> None:
+        """End ``peer`` like a crash: reads from it settle as ``PeerLost``, its own vanish."""
         for number in [n for n, f in self._pending.items() if f.request.reader == peer]:
             del self._pending[number]
-        self.leave(peer, PeerLost(f"{peer} was killed"))
+        self.remove_peer(peer, PeerLost(f"{peer} was killed"))
 
     def in_flight(self) -> tuple[ReadRequest, ...]:
         """The reads that have not settled, oldest first."""
         return tuple(pending.request for pending in self._pending.values())
 
     def is_alive(self, peer: PeerId) -> bool:
-        """Whether ``peer`` has joined, and was neither closed nor killed since."""
+        """Whether ``peer`` exists: it was neither closed nor killed."""
         return peer in self._alive
 
-    # What follows is for InProcessTransport.
+    # The following is used by InProcessTransport.
 
-    def join(self, name: str) -> PeerId:
-        """A new peer; its name differs at every boot, as a restarted peer is another peer."""
+    def add_peer(self, name: str) -> PeerId:
+        """Add a peer.  Its name differs at every boot, since a restarted peer is another peer."""
         peer = PeerId(f"{name}#{next(self._boots)}")
         self._alive.add(peer)
         return peer
 
-    def leave(self, peer: PeerId, error: PeerLost) -> None:
+    def remove_peer(self, peer: PeerId, error: PeerLost) -> None:
         """Settle all reads from ``peer`` with ``error``; nothing more lands from it."""
         self._alive.discard(peer)
         self._end([n for n, f in self._pending.items() if f.request.peer == peer], error)
 
-    def post(
+    def post_read(
         self, reader: PeerId, peer: PeerId, spans: Spans, settle: Callable[[Settled], None]
     ) -> None:
         """Start a read; ``settle`` is called once it can write nothing more."""
@@ -178,7 +176,7 @@ class InProcessNetwork:
         if due < _NEVER:
             heapq.heappush(self._due, (due, number))
 
-    def disconnect(self, reader: PeerId, peer: PeerId) -> None:
+    def end_reads(self, reader: PeerId, peer: PeerId) -> None:
         """Settle ``reader``'s lost reads; its others still land and settle ``PeerLost``."""
         error = PeerLost(f"{peer} was disconnected while reads were in flight")
         lost = []
@@ -240,7 +238,7 @@ class InProcessTransport(Transport):
 
     def __init__(self, network: InProcessNetwork, name: str) -> None:
         self.network = network
-        self.peer_id = network.join(name)
+        self.peer_id = network.add_peer(name)
         self._registered = Regions()
         self._peers: dict[PeerId, Regions] = {}
         self._ids = itertools.count()
@@ -256,7 +254,7 @@ class InProcessTransport(Transport):
         for memory in memories:
             if memory.device.kind != "cpu":
                 raise BackendFailure(f"{memory.device}: the memory backend moves host memory only")
-        self._registered.add(memories)
+        self._registered.add_memories(memories)
 
     def address(self) -> bytes:
         self._check_open()
@@ -277,7 +275,7 @@ class InProcessTransport(Transport):
 
     def disconnect(self, peer: PeerId) -> None:
         if self._peers.pop(peer, None) is not None:
-            self.network.disconnect(self.peer_id, peer)
+            self.network.end_reads(self.peer_id, peer)
 
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         self._check_open()
@@ -290,7 +288,7 @@ class InProcessTransport(Transport):
             stats = ReadStats(spans.total_bytes, len(spans.coalesced()), 0.0, 0.0)
             self._reads[read] = Settled(stats, error)
         else:
-            self.network.post(self.peer_id, peer, spans, partial(self._settle, read))
+            self.network.post_read(self.peer_id, peer, spans, partial(self._settle, read))
         return read
 
     def poll(self, read: ReadId) -> Settled | None:
@@ -308,11 +306,11 @@ class InProcessTransport(Transport):
         }
 
     def close(self) -> None:
-        """As ``Transport.close``: disconnects from all peers first.
+        """Disconnect from all peers, and leave the network.
 
         Raises:
-            BackendFailure: reads can still write.  Nothing is released; they can
-                be polled, and ``close`` called again once they settled.
+            BackendFailure: reads can still write.  Nothing is released; they can be polled, and
+                ``close`` called again once they have settled.
         """
         self._closing = True
         for peer in list(self._peers):
@@ -321,7 +319,7 @@ class InProcessTransport(Transport):
         if pending and self.network.is_alive(self.peer_id):
             raise BackendFailure(f"{self.peer_id}: {pending} reads can still write")
         self._reads.clear()
-        self.network.leave(self.peer_id, PeerLost(f"{self.peer_id} closed"))
+        self.network.remove_peer(self.peer_id, PeerLost(f"{self.peer_id} closed"))
 
     def _settle(self, read: ReadId, settled: Settled) -> None:
         self._reads[read] = settled

@@ -115,11 +115,11 @@ class _BucketObjects:
 
     def put_object(self, key: str, pieces: Sequence[memoryview]) -> None:
         with self._bucket.moved_by_nixl("make", key):
-            self._objects.put(self._prefix + key, pieces)
+            self._objects.put_object(self._prefix + key, pieces)
 
     def read_objects(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
         with self._bucket.moved_by_nixl("read", reads[0][0]):
-            self._objects.get([(self._prefix + key, at, into) for key, at, into in reads])
+            self._objects.read_ranges([(self._prefix + key, at, into) for key, at, into in reads])
 
     def close(self) -> None:
         self._objects.close()

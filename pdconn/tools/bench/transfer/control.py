@@ -133,7 +133,7 @@ class ControlConnection(Generic[Incoming]):
                 data = self._sock.recv(_CHUNK)
                 if not data:
                     return None
-                self._bodies.extend(self._frames.feed(data))
+                self._bodies.extend(self._frames.feed_bytes(data))
             return self._decoder.decode(self._bodies.popleft())
         except ConnectionResetError:  # closed by the other side before it read our message
             return None

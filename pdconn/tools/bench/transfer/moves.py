@@ -110,7 +110,7 @@ class Mover:
             plan_s += steady() - planning
             tally.expect(request, len(plan.reads))
             for rank, spans in plan.reads:
-                self._reader.post(Read(request, self._peers[rank], spans))
+                self._reader.post_job(Read(request, self._peers[rank], spans))
         while not tally.is_over:
             with interruptible():
                 news = self._news.take_one(READ_TIMEOUT_S)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.sidechannel.advertise import VARIABLES
-from pdconn.vllm.nixl.registry import MODULES, NAMES, REPLACED
+from pdconn.vllm.nixl.connector_registry import MODULES, NAMES, REPLACED
 
 EXTRA = "kv_connector_extra_config"
 DEFAULT_PORT = 5600

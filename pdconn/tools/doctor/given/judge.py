@@ -17,7 +17,7 @@ from pdconn.tools.doctor.given.given_config import (
     GivenConfig,
 )
 from pdconn.vllm.config import ConfigError, Settings, try_settings
-from pdconn.vllm.nixl.registry import MODULES, NAMES
+from pdconn.vllm.nixl.connector_registry import MODULES, NAMES
 from transport.errors import FieldError, did_you_mean
 
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")

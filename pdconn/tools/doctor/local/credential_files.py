@@ -71,7 +71,7 @@ def read_credentials(
     except SecurityError as error:
         errors.append(error)
     try:
-        files = TlsFiles.of(tls.get("tls_cert"), tls.get("tls_key"), tls.get("tls_ca"))
+        files = TlsFiles.from_paths(tls.get("tls_cert"), tls.get("tls_key"), tls.get("tls_ca"))
         if files is None:
             return CredentialFacts(has_secret, errors=tuple(errors))
         lender, reader = lender_context(files), reader_context(files, check_hostname=False)

@@ -212,7 +212,7 @@ def ask_ucx(
 def _answer(options: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
     """In the child: start NIXL, and query its UCX."""
     from transport.errors import TransportError
-    from transport.nixl.options import backend_params
+    from transport.nixl.agent_options import backend_params
     from transport.nixl.possible import possible_transports
     from transport.nixl.transport import NixlTransport
 

@@ -1,7 +1,7 @@
 """Windows at the ends of answers, kept in the cache for the next turn.
 
-vLLM keeps what a window needs where a prompt ended, so that the same prompt hits again, and
-nothing behind it, where the next turn of the conversation goes on::
+vLLM caches a window at the end of a prompt, so that the same prompt hits again, and none behind it,
+where the next turn of the conversation continues::
 
     prompt and answer            ######################|~~~~~~~~~~~~~~~~~~~~~
     cached, full attention       ============================================
@@ -10,9 +10,9 @@ nothing behind it, where the next turn of the conversation goes on::
     the next turn                ######################|~~~~~~~~~~~~~~~~~~~~~|#######
 
 So a decode engine would have to compute the whole answer again, and could not lend it.  Here the
-blocks of the last window are cached when a request ends, as vLLM would at a place that it expects
-a hit at; they are evicted like others.  A hit ends where a block of every group does, so that up
-to a block's tokens less one of the window are kept longer than attention needs them.
+blocks of the last window are cached when a request ends, as vLLM does where it expects a hit; they
+are evicted like others.  Hits end at block boundaries of every group, so the window is kept longer
+than attention needs it, by up to one token less than a block.
 
 Used: ``BlockPool.cache_full_blocks``, as ``SingleTypeKVCacheManager.cache_blocks`` uses it.
 Checked at the start by :func:`check_answers`.
@@ -49,7 +49,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A manager of windows, and blocks of a request from ``first`` on that are to be cached."""
+    """A manager of windows, and blocks of a request from ``first`` on that will be cached."""
 
     manager: Any
     first: int
@@ -58,11 +58,11 @@ class _Kept:
 
 @dataclass(slots=True)
 class AnswerWindows:
-    """Caches the last window of requests that end.
+    """Caches the last windows of finished requests.
 
     Attributes:
         managers: vLLM's, of the groups with windows, by transferred group.
-        alignment: a hit is a multiple of so many tokens.
+        alignment: hits are multiples of so many tokens.
     """
 
     managers: dict[int, Any]
@@ -70,15 +70,14 @@ class AnswerWindows:
     _partial: dict[str, PartialBlocks] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, manager: Any, longest: int) -> AnswerWindows | None:
-        """For an engine before its first request; None if its cache has nothing to keep.
-
-        Beside states, and with drafters that read windows, vLLM looks hits up in other ways.
+    def from_manager(cls, manager: Any, longest: int) -> AnswerWindows | None:
+        """Before an engine's first request; None if windows cannot be cached.
 
         Args:
             manager: vLLM's ``KVCacheManager``.
-            longest: tokens of the longest prompt, for which there must be room all the same.
+            longest: tokens of the longest prompt, which must still fit into the pool.
         """
+        # With states, and with drafters that read windows, vLLM looks up hits differently.
         config, coordinator = manager.kv_cache_config, manager.coordinator
         kinds = tuple(kinds_of(config))
         if not isinstance(coordinator, HybridKVCacheCoordinator) or AttentionKind.STATE in kinds:
@@ -97,8 +96,8 @@ class AnswerWindows:
         if alignment > 1:
             if not has_room_to_keep(manager, managers.values(), alignment - 1, longest):
                 log.warning(
-                    "pdconn: windows at the ends of answers are not kept, there is hardly room for "
-                    "one prompt of the longest: max_model_len=%d blocks=%d",
+                    "pdconn: windows at the ends of answers are not kept: the longest prompt would "
+                    "not fit: max_model_len=%d blocks=%d",
                     longest,
                     manager.block_pool.num_gpu_blocks,
                 )
@@ -107,18 +106,18 @@ class AnswerWindows:
         return cls(managers, alignment)
 
     def mark_partial(self, request_id: str, blocks: PartialBlocks) -> None:
-        """Of these blocks, and those before, a pull has not written everything."""
+        """Record that a pull has not written all of these blocks and those before."""
         self._partial[request_id] = blocks
 
     def keep_answer(self, request: Any, num_tokens: int) -> None:
-        """A request is about to leave; ``num_tokens`` tokens were computed, or 0 if that failed."""
+        """Cache the last windows of a request that has computed ``num_tokens`` tokens."""
         partial = self._partial.pop(request.request_id, {})
         boundary = num_tokens // self.alignment * self.alignment
         if not boundary:
             return
         kept = list(self._kept(request.request_id, boundary, partial))
         if len(kept) < len(self.managers):
-            return  # some window is not there, so that no hit can end here
+            return  # a window is incomplete, so no hit can end here
         for one in kept:
             if any(one.mask):
                 one.manager.block_pool.cache_full_blocks(
@@ -132,7 +131,7 @@ class AnswerWindows:
                 )
 
     def _kept(self, request_id: str, boundary: int, partial: PartialBlocks) -> Iterator[_Kept]:
-        """By group what of its last window is not cached yet, where all of that is there."""
+        """Blocks of each group's last window that are not cached yet, if the window is complete."""
         for group, manager in self.managers.items():
             end = boundary // manager.block_size
             blocks = manager.req_to_blocks.get(request_id, ())[:end]
@@ -143,15 +142,15 @@ class AnswerWindows:
 
 
 def _are_whole(blocks: Sequence[Any], first: int, partial: int) -> bool:
-    """Whether the blocks from ``first`` on are there, and behind block ``partial``."""
+    """Whether the blocks from ``first`` on exist, behind block ``partial``."""
     return first > partial and not any(block.is_null for block in blocks[first:])
 
 
 def check_answers(live: Live) -> None:
-    """Whether the windows of a request that ends are found by a later one.
+    """Check that a later request hits the windows of a finished one.
 
     Raises:
-        ConfigError: they are not, or were found before.
+        ConfigError: it does not.
     """
     end, answers = live.end, live.answers
     if answers is None or not live.is_found:
@@ -160,7 +159,7 @@ def check_answers(live: Live) -> None:
     found = [one for one in answers.managers.values() if one in live.cached]
     groups = [one.kv_cache_group_id for one in found]
     name = "BlockPool.cache_full_blocks, what a window's look-up finds"
-    with live.loaded(end) as request:
+    with live.loaded_request(end) as request:
         answers.keep_answer(request, end)
-    _, hits = look_up(live.request(end).block_hashes, end)
+    _, hits = look_up(live.new_request(end).block_hashes, end)
     expect(name, [end] * len(groups), [hits[group] for group in groups])

@@ -1,25 +1,25 @@
-"""Keeping the one block that decode needs and prefill would drop.
+"""Keeps the one block that decode needs and prefill would free.
 
-Decode recomputes the last prompt token, at position N-1, and so attends to the
-window *before that token*.  Prefill has computed N tokens when it finishes, and
-vLLM has freed what lies outside the window of the *next* token, N::
+Decode recomputes the last prompt token, at position N-1, and attends to the window *before that
+token*.  Prefill has computed N tokens when it finishes, and vLLM has freed the blocks outside the
+window of the *next* token, N::
 
     window 4, block 2, N = 9        0 1 | 2 3 | 4 5 | 6 7 | 8
     window of token 9 (prefill)                       6 7   8 9
     window of token 8 (decode)                      5 6 7   8
-                                    block (4 5) is dropped, and token 5 is needed
+                                    block (4 5) is freed, and token 5 is needed
 
-It happens whenever N - window + 1 is a multiple of the block size (for chunked
-attention, when N is a multiple of the chunk: the whole chunk is dropped).  Once the prompt is
-computed, prefill therefore frees as if one token fewer had been; as if more, where decode computes
-more (:mod:`pdconn.vllm.speculation`).
+This happens whenever N - window + 1 is a multiple of the block size (for chunked attention, when N
+is a multiple of the chunk: the whole chunk is freed).  So once the prompt is computed, prefill
+frees as if one token fewer had been computed; or more, if decode computes more
+(:mod:`pdconn.vllm.speculation`).
 
-Until then it frees as vLLM does.  So a request holds most while its prompt is computed, when a
-window, and a whole step of tokens, have blocks; what vLLM admits by that is enough for what is kept
-behind it, and the longest prompt is admitted as without pdconn.
+Until then it frees as vLLM does.  A request holds most blocks while its prompt is computed, those
+of a window and a whole step of tokens, by which vLLM admits it; so it needs no more than without
+pdconn.
 
-A state is another matter: one that has seen the last token cannot be taken back, so prefill
-leaves that token to decode (:mod:`pdconn.vllm.lends.tickets`).
+A state that has processed the last token cannot be reverted, so prefill leaves that token to decode
+(:mod:`pdconn.vllm.lends.tickets`).
 
 Replaced: ``remove_skipped_blocks`` of the managers of groups with windows, of one engine.
 Checked at the start by :func:`check_windows`.
@@ -54,18 +54,18 @@ SOURCES = {
 
 _METHOD = "remove_skipped_blocks"
 _LATE = 1 << 10
-"""More tokens than are kept behind a window, but for those of an alignment."""
+"""More tokens than are kept behind a window, without those of an alignment."""
 
 
 def keep_window_of_last_token(kv_cache_manager: Any, num_tokens: int = 1) -> int:
-    """Let every windowed group of a prefill engine keep one token more.
+    """Make every windowed group of a prefill engine keep ``num_tokens`` more tokens.
 
     Args:
         kv_cache_manager: vLLM's ``KVCacheManager``, before any request.
-        num_tokens: that decode computes at the prompt's end, and as many more are kept.
+        num_tokens: that decode computes at the end of a prompt.
 
     Returns:
-        How many groups were changed.
+        The number of windowed groups.
     """
     managers = [
         manager
@@ -75,7 +75,7 @@ def keep_window_of_last_token(kv_cache_manager: Any, num_tokens: int = 1) -> int
 
     def freed_as(processed: int, num_prompt_tokens: int | None) -> int:
         late = max(0, processed - num_tokens)
-        if num_prompt_tokens is None:  # vLLM says it in every call of its own
+        if num_prompt_tokens is None:  # vLLM passes it in all of its calls
             return late
         return max(late, min(processed, num_prompt_tokens - num_tokens))
 
@@ -85,9 +85,10 @@ def keep_window_of_last_token(kv_cache_manager: Any, num_tokens: int = 1) -> int
 
 
 def keep_more_tokens(managers: Iterable[Any], num_tokens: int) -> None:
-    """Let groups keep ``num_tokens`` tokens more than their windows reach, all the time.
+    """Make groups keep ``num_tokens`` more tokens than their windows, at any time.
 
-    What vLLM admits a request by grows with it (:mod:`pdconn.vllm.patches.pool.admitted_blocks`).
+    The blocks by which vLLM admits a request grow, too
+    (:mod:`pdconn.vllm.patches.pool.admitted_blocks`).
 
     Args:
         managers: vLLM's ``SingleTypeKVCacheManager`` of each group, before any request.
@@ -99,11 +100,11 @@ def keep_more_tokens(managers: Iterable[Any], num_tokens: int) -> None:
 
 
 def _free_as(manager: Any, freed_as: Callable[[int, int | None], int]) -> None:
-    """Let a group free as if another number of tokens were computed.
+    """Make a group free blocks as if another number of tokens were computed.
 
     Args:
         manager: vLLM's, of the group.
-        freed_as: of the number of tokens that are computed, and that of the prompt's.
+        freed_as: returns that number, from the numbers of computed tokens and of the prompt's.
     """
     freeing = manager.remove_skipped_blocks
 
@@ -117,7 +118,7 @@ def _free_as(manager: Any, freed_as: Callable[[int, int | None], int]) -> None:
 
 
 def has_window(manager: Any) -> bool:
-    """Whether a group of this manager frees blocks of a request that goes on."""
+    """Whether the group of this manager frees blocks of a running request."""
     return not is_state(manager.kv_cache_spec) and manager.get_num_skipped_tokens(1 << 30) > 0
 
 
@@ -146,23 +147,23 @@ def holds_windows(
 
 
 def check_windows(live: Live) -> None:
-    """Whether blocks before a window are freed when they are to be, and no others.
+    """Check that blocks before a window are freed in time, and no others.
 
     Raises:
-        ConfigError: naming what works in another way.
+        ConfigError: naming the method that works differently.
     """
     config = live.manager.kv_cache_config
     for group, kind in zip(config.transfer_group_ids, kinds_of(config), strict=True):
         _check_reach(live.managers[group], kind)
     windows = [one for one in live.managers if has_window(one)]
     _check_calls(live, windows)
-    with live.computed(live.tokens) as request:
+    with live.computed_request(live.tokens) as request:
         for one in windows:
             _check_frees(live, one, request.request_id)
 
 
 def _check_reach(one: Any, kind: AttentionKind | None) -> None:
-    """Whether no token counts as skipped that attention reads, as pulls are planned by it."""
+    """Check that no token that attention reads counts as skipped, since pulls are planned by it."""
     if kind is AttentionKind.SLIDING_WINDOW:
         most = one.kv_cache_spec.sliding_window + 1
         tokens = 2 * most - 2
@@ -178,7 +179,7 @@ def _check_reach(one: Any, kind: AttentionKind | None) -> None:
 
 
 def _check_calls(live: Live, windows: Iterable[Any]) -> None:
-    """Whether the method is called with tokens that are processed, and with the prompt's."""
+    """Check that the method is called with the numbers of processed and of prompt tokens."""
     calls: dict[int, list[tuple[int, int | None]]] = {id(one): [] for one in windows}
 
     def called(
@@ -186,7 +187,7 @@ def _check_calls(live: Live, windows: Iterable[Any]) -> None:
     ) -> None:
         calls[id(one)].append((processed, num_prompt_tokens))
 
-    with live.computed(live.tokens) as request, ExitStack() as noted:
+    with live.computed_request(live.tokens) as request, ExitStack() as noted:
         for one in windows:
             noted.enter_context(replaced(one, _METHOD, partial(called, one)))
         request.append_output_token_ids(0)
@@ -196,7 +197,7 @@ def _check_calls(live: Live, windows: Iterable[Any]) -> None:
 
 
 def _check_frees(live: Live, one: Any, request_id: str) -> None:
-    """Whether the first block is freed behind its last reader, and later where ours keep it."""
+    """Check that the first block is freed after its last reader, or later where we keep it."""
     passed = _passes_first_block(one)
     table = one.req_to_blocks[request_id]
     held = sum(not block.is_null for block in table)
@@ -213,7 +214,7 @@ def _check_frees(live: Live, one: Any, request_id: str) -> None:
 
 
 def _passes_first_block(one: Any) -> int:
-    """Computed tokens, the least, behind which the first block is attended to no more."""
+    """The least number of computed tokens after which the first block is not attended to."""
     low, high = 0, 1 << 30
     while low < high:
         middle = (low + high) // 2

@@ -1,19 +1,19 @@
-"""Local hits of which windows have less than full attention: a pull brings what they lack.
+"""Local hits of full attention that windows do not have: a pull completes them.
 
-vLLM takes of a prompt what every KV cache group holds.  A window's blocks are kept where a
-prompt ended, not where two prompts part, so that of a prefix shared with another prompt
-full attention holds everything and the windows nothing::
+vLLM uses the part of a prompt that every KV cache group holds.  A window's blocks are cached at the
+end of a prompt, not where two prompts diverge, so of a prefix shared with another prompt full
+attention holds everything and the windows nothing::
 
     tokens held      full attention  ################........
                      window          ........................
-                     pulled          without this all of it; with it what is behind the #,
-                                     and the window at the end
+                     pulled          without this module all of it; with it what is behind
+                                     the #, and the window at the end
 
-vLLM has the door for it, which it opens beside states alone: the scheduler asks
-``KVCacheManager.get_computed_blocks_for_connector`` if a connector says that it
-``supports_divergent_local_hybrid_hits``, and takes the hit on which all groups agree if the
-connector then brings nothing.  Here the bound manager's method does the same beside windows,
-for requests whose pull is certain to come; all others get what they got before.
+vLLM supports that for states only: its scheduler calls
+``KVCacheManager.get_computed_blocks_for_connector`` if a connector
+``supports_divergent_local_hybrid_hits``, and uses the hit of all groups if the connector then loads
+nothing.  Here the bound manager's method does the same for windows, for requests whose pull is
+certain; other requests get vLLM's own result.
 
 Replaced: ``get_computed_blocks_for_connector`` of the block manager of one engine.
 Checked at the start by :func:`check_hits`.
@@ -55,15 +55,15 @@ _WINDOWED = {AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL}
 
 
 def complete_windows(manager: Any, pulled_until: Callable[[Any], int]) -> bool:
-    """Let a pull complete hits of full attention that windows do not reach.
+    """Let pulls complete hits of full attention that windows do not have.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
-        pulled_until: of a request whose pull is certain to be tried, the tokens up to which it
-            brings everything behind its local hit, or its blocks are freed; 0 of others.
+        pulled_until: returns the tokens up to which a request's pull loads everything behind its
+            local hit, if the pull is certain to be tried; 0 otherwise.
 
     Returns:
-        Whether the model has such groups, and the manager could be told.
+        Whether the model has such groups, and the manager's method was replaced.
     """
     coordinator = manager.coordinator
     if not _lags(manager):
@@ -72,7 +72,7 @@ def complete_windows(manager: Any, pulled_until: Callable[[Any], int]) -> bool:
     found = None if agreed is None else list(inspect.signature(agreed).parameters)
     if found not in _PARAMETERS or coordinator.full_attention_group_id is None:
         log.warning(
-            "pdconn: this vLLM looks hits up in another way, so prompts that share a prefix are "
+            "pdconn: this vLLM looks up hits differently, so prompts that share a prefix are "
             "pulled whole: method=%s expected=%s got=%s",
             _HOOK,
             _PARAMETERS[-1],
@@ -84,7 +84,7 @@ def complete_windows(manager: Any, pulled_until: Callable[[Any], int]) -> bool:
 
 
 def _lags(manager: Any) -> bool:
-    """Whether windows can hold less of a prompt than full attention, and no states are beside."""
+    """Whether windows can hold less of a prompt than full attention, and there are no states."""
     kinds = set(kinds_of(manager.kv_cache_config))
     if AttentionKind.FULL not in kinds or not kinds & _WINDOWED or AttentionKind.STATE in kinds:
         return False
@@ -94,7 +94,7 @@ def _lags(manager: Any) -> bool:
 
 
 class _Lookup:
-    """In the place of the manager's method: the hit of full attention, if a pull completes it."""
+    """Replaces the manager's method: returns the hit of full attention if a pull completes it."""
 
     def __init__(self, manager: Any, agreed: Any, pulled_until: Callable[[Any], int]) -> None:
         self._manager = manager
@@ -109,7 +109,7 @@ class _Lookup:
         agreed: tuple[Any, int, int, bool] = self._agreed(request, *limits)
         if not self._manager.prefix_cache_lookup_enabled(request):
             return agreed
-        # A hit as long as the pull would leave it nothing to bring, and no pull would come.
+        # At least one token is left to pull; otherwise there would be no pull.
         limit = min((self._pulled_until(request) - 1, *limits))
         if limit <= agreed[1]:
             return agreed
@@ -118,22 +118,19 @@ class _Lookup:
         full = hits[self._full]
         if full <= agreed[1]:
             return agreed
-        if full < max(hits):  # a chunk counts as held before it began, and full may be evicted
+        if full < max(hits):  # a chunk counts as held before its beginning; full may be evicted
             computed, _ = look_up(request.block_hashes, full)
         return self._manager.create_kv_cache_blocks(computed), full, 0, True
 
 
 def held_by_all(manager: Any, request: Any, num_local: int) -> int:
-    """Tokens that every group holds of a request's prompt, of ``num_local`` that vLLM found.
-
-    Beside states vLLM says what full attention holds, and beside windows, too, where a pull is
-    promised: it takes what all groups hold if nothing is brought.
-    """
+    """Tokens that every group holds of a request's prompt, of vLLM's hit of ``num_local``."""
+    # With states, and with windows that a pull completes, vLLM's hit is that of full attention.
     config = manager.kv_cache_config
     if not may_lag(config) and not isinstance(getattr(manager, _HOOK), _Lookup):
         return num_local
     agreed = agreed_tokens(manager, request)
-    # A hit within a block is told to connectors without the part within it.
+    # Connectors are given hits in whole blocks.
     size = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
     return min(num_local, agreed - agreed % size)
 
@@ -141,9 +138,9 @@ def held_by_all(manager: Any, request: Any, num_local: int) -> int:
 def held_tokens(
     config: KVCacheConfig, blocks: Sequence[Sequence[Any]], num_local: int
 ) -> tuple[int, ...]:
-    """Tokens that each transferred group of a request holds, of those behind which a pull begins.
+    """Tokens that each transferred group of a request holds, of a local hit.
 
-    vLLM looks one group of full attention up; another one may hold less, too.
+    vLLM looks up one group of full attention; another one may hold less.
 
     Args:
         config: the engine's groups.
@@ -151,7 +148,7 @@ def held_tokens(
         num_local: tokens of full attention's hit.
 
     Returns:
-        By group; for states ``num_local``, since they are brought in any case.
+        By group; for states ``num_local``, since they are always pulled.
     """
     held = []
     for group, kind in zip(config.transfer_group_ids, kinds_of(config), strict=True):
@@ -163,7 +160,7 @@ def held_tokens(
 
 
 def _behind_the_last_hit(blocks: Sequence[Any]) -> int:
-    """Blocks up to the last one that has a hash; behind a window's hole none has."""
+    """Number of blocks up to the last one with a hash; 0 if a window has a hole before it."""
     for at in range(len(blocks), 0, -1):
         block = blocks[at - 1]
         if block.is_null:
@@ -179,16 +176,16 @@ def agreed_tokens(manager: Any, request: Any) -> int:
 
 
 def agreed_hit(manager: Any, request: Any, limit: int) -> tuple[Sequence[Sequence[Any]], int]:
-    """Blocks by vLLM's groups, and tokens up to ``limit``, that every group holds of a request."""
+    """The hit of a request in all groups, up to ``limit`` tokens: blocks by group, and tokens."""
     found, tokens, *_ = manager.coordinator.find_longest_cache_hit(request.block_hashes, limit)
     return found, int(tokens)
 
 
 def check_hits(live: Live) -> None:
-    """Whether look-ups find what was computed, and say how much each group holds of it.
+    """Check that look-ups find computed blocks, and the tokens that each group holds.
 
     Raises:
-        ConfigError: naming the look-up that works in another way.
+        ConfigError: naming the look-up that works differently.
     """
     coordinator, end = live.manager.coordinator, live.end
     if isinstance(coordinator, HybridKVCacheCoordinator):
@@ -197,9 +194,9 @@ def check_hits(live: Live) -> None:
         expect(name, any(one.use_eagle for one in live.cached), said)
     if not live.is_found:
         return
-    with live.computed(end) as request:
+    with live.computed_request(end) as request:
         tables = [list(one.req_to_blocks[request.request_id]) for one in live.managers]
-    other = live.request(live.tokens)
+    other = live.new_request(live.tokens)
     expect("KVCacheManager.get_computed_blocks", end, agreed_tokens(live.manager, other))
     found, tokens = agreed_hit(live.manager, other, end)
     expect("KVCacheCoordinator.find_longest_cache_hit", end, tokens)
@@ -207,8 +204,8 @@ def check_hits(live: Live) -> None:
         numbers = {block.block_id for block in hit if not block.is_null}
         strange = sorted(numbers - {block.block_id for block in table})
         expect("KVCacheCoordinator.find_longest_cache_hit, other blocks", [], strange)
-    live.forget()
-    # A chunk holds everything of what ends where it does, and what is never hit does not lag.
+    live.forget_cached()
+    # Only sliding windows that are cached can lag: a chunk that has just ended needs no block.
     config = live.manager.kv_cache_config
     kinds = zip(config.transfer_group_ids, kinds_of(config), strict=True)
     may_lag = any(
@@ -220,23 +217,23 @@ def check_hits(live: Live) -> None:
 
 
 def _check_a_lagging_window(live: Live) -> None:
-    """Whether full attention's hit is found where windows hold nothing, and is told from theirs."""
+    """Check that full attention's hit is found where windows hold nothing, and that both differ."""
     manager, half, whole = live.manager, live.segment, 2 * live.segment
     config = manager.kv_cache_config
     groups = {at: live.managers[group] for at, group in enumerate(config.transfer_group_ids)}
-    # Scratch memory of requests is transferred, too, and is never hit.
+    # Scratch memory of requests is transferred, too, but never hit.
     groups = {at: one for at, one in groups.items() if one in live.cached}
     windows = {at: half // one.block_size - 1 for at, one in groups.items() if has_window(one)}
-    with live.loaded(half) as request:
+    with live.loaded_request(half) as request:
         never_cache(manager, config, request.request_id, windows)
         manager.cache_blocks(request, half)
     agreed = getattr(type(manager), _HOOK).__get__(manager)
     hit, full, *others = _Lookup(manager, agreed, lambda request: whole + 1)(
-        live.request(live.tokens)
+        live.new_request(live.tokens)
     )
     name = "HybridKVCacheCoordinator.find_longest_cache_hit_per_group"
     expect(f"{name}, full attention", [half, 0, True], [full, *others])
-    with live.loaded(whole, hit=hit, held=half) as request:
+    with live.loaded_request(whole, hit=hit, held=half) as request:
         blocks = manager.get_blocks(request.request_id).blocks
         held = held_tokens(config, blocks, half)
     kinds = list(kinds_of(config))

@@ -1,17 +1,17 @@
 """Blocks that are pinned in vLLM's block pool, by a reference of our own.
 
-vLLM gives a block away again once its last reference is dropped.  It has no hook by which a
-connector keeps blocks of a request that is over, other than to keep the request, for which the
-engine goes on stepping.  So leases, saves, prefixes and reads that hang hold references, as
-another request would that hits the same blocks::
+vLLM reuses a block once its last reference is dropped.  It has no hook by which a connector keeps
+blocks of a finished request, other than to keep the request, for which the engine goes on stepping.
+So leases, saves, prefixes and quarantined reads hold references, like another request that hits the
+same blocks::
 
     free list      1 2 3 4 5 6 …        ref_cnt of 2 and 3
     a request      1 · · 4 5 6          1
     pin 2 3        1 · · 4 5 6          2
-    its end        1 · · 4 5 6          1       without the pin they could be anybody's now
+    its end        1 · · 4 5 6          1       without the pin they would be free now
     unpin 3 2      … 3 2 … or at the end, as long as they are found by their hashes
 
-Nothing is replaced.  A block is known by its number, which is its place in ``BlockPool.blocks``.
+Nothing is replaced.  A block's number is its index in ``BlockPool.blocks``.
 
 Read: ``BlockPool.blocks``, ``touch``, ``free_blocks``, ``get_num_free_blocks``, ``num_gpu_blocks``
 and ``KVCacheBlock.ref_cnt``.
@@ -35,7 +35,7 @@ SOURCES = {
 
 
 def pin_blocks(pool: Any, numbers: Iterable[int]) -> list[Any]:
-    """Hold a reference to each of these blocks, which are in use, or were not given away since."""
+    """Take a reference to each of these blocks, which must be in use, or not reused yet."""
     blocks = [pool.blocks[number] for number in numbers]
     pool.touch(blocks)
     return blocks
@@ -47,7 +47,7 @@ def unpin_blocks(pool: Any, blocks: Sequence[Any]) -> None:
 
 
 def is_used_by_others(pool: Any, pinned: Iterable[Iterable[Any]]) -> bool:
-    """Whether anyone holds a reference to a block beside these pins; then vLLM resets nothing."""
+    """Whether a block has references besides these pins; then vLLM refuses a reset."""
     counts = Counter(block.block_id for held in pinned for block in held)
     used = pool.num_gpu_blocks - pool.get_num_free_blocks()
     is_shared = any(pool.blocks[block].ref_cnt > count for block, count in counts.items())
@@ -55,15 +55,15 @@ def is_used_by_others(pool: Any, pinned: Iterable[Iterable[Any]]) -> bool:
 
 
 def check_pins(live: Live) -> None:
-    """Whether a pinned block stays in use behind its request's end, and not any longer.
+    """Check that a pinned block stays in use after its request's end, until it is unpinned.
 
     Raises:
-        ConfigError: naming the method of the pool that works in another way.
+        ConfigError: naming the pool's method that works differently.
     """
     pool = live.pool
     expect("null block", (0, True), (pool.null_block.block_id, pool.null_block.is_null))
     free = pool.get_num_free_blocks()
-    with live.computed(live.tokens) as request:
+    with live.computed_request(live.tokens) as request:
         numbers = [block.block_id for block in live.blocks(request)]
         expect("BlockPool.get_num_free_blocks", free - len(numbers), pool.get_num_free_blocks())
         pinned = pin_blocks(pool, numbers)

@@ -1,14 +1,15 @@
-"""Which block holds a state, and at which token a pass ends so that it holds one.
+"""Which block holds a state, and at which token a pass ends so that a block holds one.
 
-With prefix caching (``align``) a state is kept where a pass ends, in the block at that place of the
-request's table, which is marked with the tokens that the state has seen; all others are holes, or
-are written over.  The store reads states there (:mod:`pdconn.vllm.store.boundary_states`), and has
-a pass end where a prompt parts from those that it has saved.  vLLM has no hook for that; it ends a
-pass where its own cache saw another prompt part, and the store sets the same field.
+With prefix caching (``align``) vLLM keeps a state where a pass ends, in the block at that index of
+the request's table, which is marked with the number of tokens that the state has processed; other
+blocks are holes, or are overwritten.  The store reads states there
+(:mod:`pdconn.vllm.store.boundary_states`), and needs a pass to end where a prompt diverges from
+saved ones.  vLLM has no hook for that; but it ends a pass where a prompt diverges from cached ones,
+by a field of the request that is set here.
 
 Written: ``Request.shared_prefix_boundary``.
-Read: blocks by their place, and ``KVCacheManager.take_boundary_state_offloads``, which connectors
-are given with each step.
+Read: blocks by their index, and ``KVCacheManager.take_boundary_state_offloads``, which connectors
+get in each step.
 Checked at the start by :func:`check_states`.  Tested by ``tests/vllm/store/test_states.py``.
 """
 
@@ -27,24 +28,24 @@ SOURCES = {
 
 
 def end_pass_at(request: Any, junction: int) -> None:
-    """Have vLLM end a pass over the prompt at ``junction``, as where its own cache saw one.
+    """Make vLLM end a pass over the prompt at ``junction``.
 
-    It is asked for in each look-up, which follows vLLM's own.
+    Call it in each look-up, which follows vLLM's own.
     """
     request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
 
 
 def check_states(live: Live) -> None:
-    """Whether the block at the place where a pass ends is marked with its tokens, and offered.
+    """Check that the block where a pass ends is marked with its tokens, and offered.
 
     Raises:
-        ConfigError: naming what works in another way.
+        ConfigError: naming the method that works differently.
     """
     end = live.end
     if not live.is_found:
         return
     live.manager.take_boundary_state_offloads()
-    with live.computed(end) as request:
+    with live.computed_request(end) as request:
         offers = live.manager.take_boundary_state_offloads().get(request.request_id, [])
         for one in live.cached:
             spec = one.kv_cache_spec

@@ -1,8 +1,8 @@
-"""Blocks of which a pull wrote only the end: no other request may find them.
+"""Keeps blocks of which a pull has written only the end out of vLLM's cache.
 
-Why there are such blocks is told in :mod:`pdconn.vllm.blocks.partial`.  vLLM caches a received
-block by its hash, as a whole, and has no way to leave one out.  It begins where it says that it
-has cached a request's blocks up to; so what was written in part is taken for cached already::
+:mod:`pdconn.vllm.blocks.partial` explains these blocks.  vLLM caches a received block by its hash,
+and cannot leave one out.  But it begins behind the blocks of a request that it counts as cached; so
+blocks that were written in part are counted as cached::
 
     blocks             | 0 | 1 | 2 | 3 | 4 |      block 2 is written in part
     num_cached_block     0  ─────────► 3
@@ -30,9 +30,9 @@ SOURCES = {
 
 
 def never_cache(manager: Any, config: Any, request_id: str, blocks: PartialBlocks) -> None:
-    """Let vLLM take these blocks of a request, and those before, for cached already.
+    """Make vLLM count these blocks of a request, and those before, as cached.
 
-    To be called before vLLM hears that the request was received, as it caches its blocks then.
+    Call it before the request is reported received, since vLLM caches its blocks then.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
@@ -46,16 +46,16 @@ def never_cache(manager: Any, config: Any, request_id: str, blocks: PartialBlock
 
 
 def check_uncached(live: Live) -> None:
-    """Whether such a block is found by nobody, and those behind it are.
+    """Check that such a block is not cached, and those behind it are.
 
     Raises:
-        ConfigError: naming what works in another way.
+        ConfigError: naming the method that works differently.
     """
     end = live.end
     if not end:
         return
     manager, name = live.manager, "SingleTypeKVCacheManager.cache_blocks"
-    with live.loaded(end) as request:
+    with live.loaded_request(end) as request:
         loading = [block.block_id for block in live.blocks(request) if block.block_hash is not None]
         expect("KVCacheManager.allocate_slots, blocks with a hash of a load", [], loading)
         partial, groups = {}, list(_groups(live, request.request_id, end))
@@ -75,7 +75,7 @@ def check_uncached(live: Live) -> None:
 
 
 def _groups(live: Live, request_id: str, end: int) -> Iterator[tuple[int, Any, list[Any]]]:
-    """Groups of which a part can be pulled; a request's count of cached blocks, and its blocks."""
+    """Groups that can be pulled in part; a request's number of cached blocks, and its blocks."""
     for at, group in enumerate(live.manager.kv_cache_config.transfer_group_ids):
         one = live.managers[group]
         table = one.req_to_blocks[request_id][: end // one.block_size]

@@ -3,7 +3,7 @@
 Each contestant has a prefill and a decode engine of its own, all on one card, with one model whose
 KV is as large as that of a model of 8 billion parameters.  Timed is decode's request until its
 first token; prefill's is not in it.  ``in-tree, reads on`` is the in-tree connector with the
-one setting of UCX that pdconn makes by itself (see ``transport.nixl.options``).
+one setting of UCX that pdconn makes by itself (see ``transport.nixl.agent_options``).
 """
 
 from __future__ import annotations

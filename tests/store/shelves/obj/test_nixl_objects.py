@@ -37,10 +37,10 @@ def opened(place: BucketPlace) -> NixlObjects:
 def test_an_object_of_several_pieces_is_read_in_ranges_of_any_size(place: BucketPlace) -> None:
     data = payload(1, 9 * MIB + 5)
     agent = opened(place)
-    agent.put("a", [pages(data[:1000]), pages(data[1000 : 5 * MIB]), pages(data[5 * MIB :])])
-    agent.put("b", [pages(b"other")])
+    agent.put_object("a", [pages(data[:1000]), pages(data[1000 : 5 * MIB]), pages(data[5 * MIB :])])
+    agent.put_object("b", [pages(b"other")])
     whole, part, other = pages(len(data)), pages(100), pages(5)
-    agent.get([("a", 0, whole), ("a", 4 * MIB - 50, part), ("b", 0, other)])
+    agent.read_ranges([("a", 0, whole), ("a", 4 * MIB - 50, part), ("b", 0, other)])
     assert whole == data
     assert part == data[4 * MIB - 50 : 4 * MIB + 50]
     assert other == b"other"
@@ -52,10 +52,10 @@ def test_neighbours_are_read_by_one_request(place: BucketPlace, server: S3Server
     data = payload(1, 64 << 10)
     with Relay(server.endpoint) as relay:
         agent = opened(BucketPlace(place.bucket, "", relay.endpoint, place.region))
-        agent.put("a", [pages(data)])
+        agent.put_object("a", [pages(data)])
         relay.seen.clear()
         into = [pages(1024) for _ in range(64)]
-        agent.get([("a", 1024 * number, view) for number, view in enumerate(into)])
+        agent.read_ranges([("a", 1024 * number, view) for number, view in enumerate(into)])
         assert b"".join(into) == data
         assert [method for method, _ in relay.seen] == ["GET"]
         agent.close()
@@ -66,42 +66,42 @@ def test_a_read_that_was_given_up_never_writes_to_its_callers_memory(
 ) -> None:
     with Relay(server.endpoint) as relay:
         agent = opened(BucketPlace(place.bucket, "", relay.endpoint, place.region))
-        agent.put("a", [pages(b"A" * 4096)])
-        agent.put("b", [pages(b"B" * 4096)])
+        agent.put_object("a", [pages(b"A" * 4096)])
+        agent.put_object("b", [pages(b"B" * 4096)])
         patience_s, agent._wait_s, relay.delay_s = agent._wait_s, 0.3, 1.5
         into = pages(b"." * 4096)
         began = time.monotonic()
         with pytest.raises(BackendFailure, match="no answer"):
-            agent.get([("a", 0, into)])
+            agent.read_ranges([("a", 0, into)])
         assert time.monotonic() - began < 1.5
         (given_up,) = agent._stuck
         assert agent._memory is not given_up.memory, "what it still writes to is its own"
         agent._wait_s, relay.delay_s = patience_s, 0.0
         next_read = pages(4096)
-        agent.get([("b", 0, next_read)])
+        agent.read_ranges([("b", 0, next_read)])
         assert next_read == b"B" * 4096
         until = time.monotonic() + 20
         while bytes(given_up.memory[:4096]) != b"A" * 4096:  # it does arrive, late
             assert time.monotonic() < until
             time.sleep(0.05)
         assert into == b"." * 4096
-        agent.get([("b", 0, next_read)])
+        agent.read_ranges([("b", 0, next_read)])
         assert not agent._stuck
         agent.close()
 
 
 def test_what_is_missing_and_what_is_short(place: BucketPlace) -> None:
     agent = opened(place)
-    agent.put("a", [pages(b"A" * 100)])
+    agent.put_object("a", [pages(b"A" * 100)])
     into = pages(b"." * 200)
     with pytest.raises(BackendFailure):
-        agent.get([("none", 0, into)])
+        agent.read_ranges([("none", 0, into)])
     assert into == b"." * 200
-    agent.get([("a", 50, into)])
+    agent.read_ranges([("a", 50, into)])
     assert into == b"A" * 50 + bytes(150)
     agent.close()
     with pytest.raises(BackendFailure, match="closed"):
-        agent.get([("a", 0, into)])
+        agent.read_ranges([("a", 0, into)])
 
 
 def test_the_environment_is_as_before(place: BucketPlace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.hf.config_json import model_shape
 from pdconn.tools.plan.model_shape import StateSort
 from pdconn.tools.plan.plan_errors import ShapeError
-from pdconn.vllm.blocks.states import num_groups, state_chunks
+from pdconn.vllm.blocks.recurrent_states import num_groups, state_chunks
 from tests.tools.plan.published import GEMMA_4, PUBLISHED
 from tests.tools.plan.vllm.vllm_hybrids import (
     Theirs,

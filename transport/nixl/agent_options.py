@@ -1,7 +1,7 @@
-"""What a NIXL agent is configured with, and what it really uses.
+"""The parameters of a NIXL agent, and the UCX settings that it uses.
 
-UCX takes a setting from, in this order: the environment (``UCX_…``), the
-user's ``engine_config``, ours.
+UCX takes a setting from the environment (``UCX_…``), else from the user's ``engine_config``, else
+from ours.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ The lender copies into a segment and sends it: half a MiB stays in a core's cach
 1 MiB and its headers fit two.  The reader receives into a segment as much as there is, and moves
 what is left of an incomplete message to the front: the longer its own, the more rarely.
 
-``CUDA_IPC_…``: UCX's own ``auto`` lets ``cuda_ipc`` write, and not read, on a card that has no
-active NVLink.  READs between processes of one host then go through TCP, which is some hundred times
-slower (vLLM issue 52607, NIXL pull request 2208; ``docs/gpu.md``).  Without a card it says
-nothing."""
+``CUDA_IPC_…``: with UCX's own ``auto``, ``cuda_ipc`` writes, and does not read, on a card without
+an active NVLink.  READs between processes of one host then go through TCP, which is some hundred
+times slower (vLLM issue 52607, NIXL pull request 2208; ``docs/gpu.md``).  Without a card it has no
+effect."""
 
 UCX_TABLES = {"PRINT_TRANSPORT_TABLES": "y"}
-"""Lets UCX print the transports that it chose for each connection; NIXL cannot be asked."""
+"""Makes UCX print the transports of each connection, which NIXL does not report."""
 
 _ONE_ENDPOINT = ("num_workers", "num_threads")
-"""With several workers one peer has several endpoints, and the failure of one
-says nothing about READs on the others: we could not know when they have ended."""
+"""With several workers a peer has several endpoints, and the failure of one does not mean that
+READs on the others have ended."""
 
 
 def backend_params(
@@ -46,7 +46,7 @@ def backend_params(
     """Each backend's parameters: the user's ``options`` over our defaults.
 
     Args:
-        show_transports: let UCX print which transports it chose.
+        show_transports: make UCX print the transports of each connection.
 
     Raises:
         ValueError: no backend, options for one that is not used, an
@@ -106,15 +106,14 @@ def _settings(engine_config: str) -> dict[str, str]:
 
 @contextmanager
 def restricted_to(net_devices: Sequence[str]) -> Iterator[None]:
-    """UCX contexts made meanwhile use these network devices alone; any if there are none.
-
-    By the environment, which UCX reads when it makes a context: ``engine_config`` cannot hold a
-    list, and NIXL's ``device_list`` makes ``eth1`` to ``eth1:1``, a name for RDMA alone.  The
-    variable is removed again, so that neither child processes nor the next transport inherit it.
+    """UCX contexts created inside use only these network devices; any if there are none.
 
     Raises:
-        ValueError: the environment has such a list; UCX can follow one only.
+        ValueError: the environment has such a list, too.
     """
+    # By the environment, which UCX reads when it creates a context: ``engine_config`` cannot
+    # contain a list, and NIXL's ``device_list`` turns ``eth1`` into ``eth1:1``, the name of an RDMA
+    # port.  Neither child processes nor the next transport inherit the variable.
     if not net_devices:
         yield
         return
@@ -131,12 +130,12 @@ def restricted_to(net_devices: Sequence[str]) -> Iterator[None]:
 
 
 def ucx_environment() -> dict[str, str]:
-    """Every ``UCX_…`` variable of this process; they override ``engine_config``."""
+    """Every ``UCX_…`` variable of this process, which override ``engine_config``."""
     return {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
 
 
 def ucx_version(maps: str | None = None) -> str:
-    """The version of the UCX that nixl loaded, or ``unknown``; ``maps`` as of the next."""
+    """The version of the UCX that nixl has loaded, or ``unknown``."""
     function = getattr(ucx_library(maps), "ucp_get_version_string", None)
     if function is None:
         return "unknown"
@@ -145,9 +144,9 @@ def ucx_version(maps: str | None = None) -> str:
 
 
 def ucx_library(maps: str | None = None) -> ctypes.CDLL | None:
-    """The UCX that nixl loaded; None if it has not.
+    """The UCX that nixl has loaded; None if it has not.
 
-    Another library may load a UCX of its own, so it is the one whose path contains ``nixl``.
+    Another library may have loaded a UCX of its own, so it is the one whose path contains ``nixl``.
     ``maps`` replaces ``/proc/self/maps``.
     """
     try:

@@ -1,20 +1,19 @@
-"""Reading from lenders: pieces are requested, a few at a time, and land in place.
+"""Reads from lenders: pieces are requested, a few at a time, and land in place.
 
     read ──► queued ──piece requested──► outstanding ──all pieces done──► settled
 
-For every piece a receive is posted *before* the lender is asked, so data never waits in
-UCX's own memory; it lands in the read's own runs.  From then until UCX completes the
-receive the piece can be written, and its read is not settled, whatever else happens:
+For every piece a receive is posted *before* the piece is requested, so data never waits in UCX's
+own memory; it lands in the read's own runs.  From then until UCX completes the receive the piece
+can be written, and its read does not settle:
 
-* The lender is paused: the receives wait with it.
-* The lender refuses: its reason cancels the receive, and a message that is too long fails
-  it where the reason was lost on the way; no byte changed.
-  (UCX does not report that a message was too short.)
-* We disconnect, or the lender dies: the connection is cut, what no message was matched with
-  is cancelled, UCX ends what was, and each receive reports when that is so.
+* The lender is paused: the receives wait.
+* The lender refuses: its reason cancels the receive; if the reason is lost, a message that is too
+  long makes the receive fail.  No byte changes.
+* We disconnect, or the lender dies: the connection is closed.  Receives that no message was matched
+  with are cancelled, UCX ends the others, and each reports when it has ended.
 
-At most ``WINDOW`` pieces of a lender are outstanding, which bounds what its reads can make
-UCX hold.  Several reads from one lender take turns, a piece each.
+At most ``WINDOW`` pieces of a lender are outstanding, which bounds UCX's memory.  Several reads
+from one lender take turns, a piece each.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportError
 from transport.types import PeerId, ReadId, ReadStats, Settled, Spans
-from transport.ucx.frames import (
+from transport.ucx.control import (
     BadFrame,
     PieceRefused,
     PieceRequest,
@@ -39,8 +38,8 @@ from transport.ucx.frames import (
     session_in,
 )
 from transport.ucx.pieces import PieceCutter
-from transport.ucx.runs import RunsRequest
-from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
+from transport.ucx.run_messages import RunsRequest
+from transport.ucx.ucx_worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class UcxRead:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it can be written any more, and nothing will be requested."""
+        """Whether nothing of it can still be written or requested."""
         return not self.outstanding and (self.cutter.exhausted or self.error is not None)
 
 
@@ -78,10 +77,10 @@ class OutstandingPiece:
 
 @dataclass(slots=True, eq=False)
 class RemoteLender:
-    """A lender as its address describes it; what has a default belongs to the UCX thread.
+    """A lender, from its address; fields with a default belong to the UCX thread.
 
-    ``lost`` is set by that thread for all threads to see, and never taken back.
-    ``reads`` have pieces that were not requested yet.
+    ``lost`` is set by that thread, read by all threads, and never reset.  ``reads`` have pieces
+    that were not requested yet.
     """
 
     id: PeerId
@@ -99,7 +98,7 @@ class RemoteLender:
 
     @property
     def ending(self) -> bool:
-        """Whether its connection was cut, by either side."""
+        """Whether its connection was closed, by either side."""
         return self.lost or self.disconnecting
 
 
@@ -131,11 +130,11 @@ class UcxReader:
 
     @property
     def num_ending(self) -> int:
-        """Connections that were cut and whose receives have not all ended."""
+        """Closed connections with receives that have not ended."""
         return sum(lender.ending for lender in self._lenders.values())
 
-    def start(self, lender: RemoteLender, read_id: ReadId, spans: Spans, began: float) -> None:
-        """Queue a read whose runs were checked on our side."""
+    def start_read(self, lender: RemoteLender, read_id: ReadId, spans: Spans, began: float) -> None:
+        """Start a read whose runs were checked on our side."""
         read = UcxRead(read_id, spans, began, PieceCutter(spans), len(spans.coalesced()))
         if lender.ending:
             read.error = PeerLost(f"{lender.id} is disconnected; connect to it again")
@@ -146,18 +145,18 @@ class UcxReader:
         self._request_pieces(lender)
         read.post_s = self._clock() - began
 
-    def disconnect(self, lender: RemoteLender) -> None:
-        """Cut the connection; its reads settle as ``PeerLost``, each when it is over."""
+    def disconnect_lender(self, lender: RemoteLender) -> None:
+        """Close the connection; its reads settle as ``PeerLost``, once they can write no more."""
         lender.disconnecting = True
         self._cut(lender, PeerLost(f"{lender.id} was disconnected while this read was in flight"))
 
     def close(self) -> None:
-        """Disconnect from all lenders; keep stepping until ``num_outstanding`` is 0."""
+        """Disconnect from all lenders; :meth:`advance_reads` until ``num_outstanding`` is 0."""
         for lender in list(self._lenders.values()):
-            self.disconnect(lender)
+            self.disconnect_lender(lender)
 
-    def handle(self, data: bytes) -> None:
-        """Handle a frame that claims to be a lender's answer; its sender is not known yet."""
+    def handle_frame(self, data: bytes) -> None:
+        """Handle a frame that claims to be a lender's answer, of an unknown sender."""
         lender = self._lenders.get(session_in(data))
         if lender is None:
             return
@@ -172,8 +171,8 @@ class UcxReader:
             piece.read.error = piece.read.error or kind(f"{lender.id}: {frame.reason}")
             piece.request.cancel()
 
-    def step(self) -> bool:
-        """See what came and request more; returns whether anything was done."""
+    def advance_reads(self) -> bool:
+        """Complete pieces that have arrived, and request more; whether anything was done."""
         worked = False
         for lender in list(self._lenders.values()):
             worked |= self._step_lender(lender)
@@ -199,7 +198,7 @@ class UcxReader:
         for tag in done:
             piece = lender.outstanding.pop(tag)
             try:
-                piece.request.check(f"read from {lender.id}")
+                piece.request.raise_failure(f"read from {lender.id}")
             except TransportError as error:
                 piece.read.error = piece.read.error or error
             piece.read.outstanding -= 1
@@ -213,7 +212,7 @@ class UcxReader:
         while lender.reads and len(lender.outstanding) < WINDOW:
             read = lender.reads.popleft()
             if read.error is not None:
-                continue  # it ends with its last outstanding piece
+                continue  # it settles with its last outstanding piece
             try:
                 self._request_piece(lender, read)
             except TransportError as error:
@@ -227,7 +226,7 @@ class UcxReader:
 
     def _request_piece(self, lender: RemoteLender, read: UcxRead) -> None:
         endpoint = self._endpoint(lender)
-        piece = read.cutter.next()
+        piece = read.cutter.next_piece()
         lender.number += 1
         tag = _DATA | self._draw(_DATA)
         request = PieceRequest(
@@ -248,7 +247,7 @@ class UcxReader:
 
     @staticmethod
     def _send_frame(lender: RemoteLender, endpoint: Endpoint, frame: bytes) -> None:
-        lender.frames.append(endpoint.send(np.frombuffer(frame, dtype=np.uint8), FRAME_TAG))
+        lender.frames.append(endpoint.send_array(np.frombuffer(frame, dtype=np.uint8), FRAME_TAG))
 
     def _lose(self, lender: RemoteLender, error: PeerLost) -> None:
         lender.lost = True

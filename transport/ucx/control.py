@@ -7,13 +7,12 @@
     PieceRequest(…)  ────────────────────────►
         ◄── PieceRefused(session, tag, reason), and a message that is too long
 
-A frame fits one packet of UCX, and so arrives whole or not at all.  Every frame
-ends in a keyed BLAKE2b of the rest.  The key is the lender's: random at every
-boot, it travels in the lender's address through the side channel only.  Nothing
-of a frame is used before its hash is verified, so a sender without the address
-cannot make us allocate, connect or answer; and a frame recorded before a restart
-is invalid after it.  The numbers of a session's frames only grow, so that a
-frame cannot be replayed either.
+A frame fits one packet of UCX, and so arrives whole or not at all.  Every frame ends in a keyed
+BLAKE2b of the rest.  The key is the lender's: random at every boot, it travels in the lender's
+address through the side channel only.  Nothing of a frame is used before its hash is verified, so
+a sender without the address cannot make us allocate, connect or answer, and a frame recorded
+before a restart is invalid after it.  The numbers of a session's frames only grow, so frames cannot
+be replayed.
 
     "pdU2" | kind u8 | 0 u8 | count u16 | number u64 | tag u64 | session 16 | body | mac 32
     body:   ReaderHello   the address of the reader's worker, ``count`` bytes
@@ -40,9 +39,9 @@ SessionId = NewType("SessionId", bytes)
 """16 random bytes that a reader draws for each connection."""
 
 PROTOCOL = "pdU2"
-"""The version of these frames and of what is agreed on pieces; an address names it.
+"""The version of these frames and of the limits of pieces; an address names it.
 
-``pdU1``: pieces of several runs had 512 KiB at most, since both sides copied them.
+In ``pdU1`` pieces of several runs had 512 KiB at most, since both sides copied them.
 """
 
 SECRET_BYTES = 32
@@ -65,7 +64,7 @@ class BadFrame(TransportError):
 
 
 class OtherProtocol(BadFrame):
-    """The sender holds the secret and speaks another version of the protocol."""
+    """The sender holds the secret, and uses another version of the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +128,12 @@ def encode(frame: Frame, secret: bytes) -> bytes:
 
 
 def session_in(data: bytes) -> SessionId:
-    """The session that a frame claims to belong to, to find the secret to verify it with."""
+    """The session that a frame claims to belong to, which selects the secret to verify it with."""
     return SessionId(data[_HEAD.size - SESSION_BYTES : _HEAD.size])
 
 
 def is_answer(data: bytes) -> bool:
-    """Whether this claims to be a ``PieceRefused``, so for our reader.  Nothing is verified."""
+    """Whether ``data`` claims to be a ``PieceRefused``, for our reader.  Not verified."""
     return len(data) > _HEAD.size and data[4] == _REFUSED
 
 
@@ -142,8 +141,8 @@ def decode(data: bytes, secret: bytes) -> Frame:
     """The frame in ``data``, if its sender holds ``secret``.
 
     Raises:
-        OtherProtocol: the sender does, and speaks another version.
-        BadFrame: the sender does not; or it is not a frame, with what was expected.
+        OtherProtocol: the sender does, and uses another version.
+        BadFrame: the sender does not, or the data is no frame.
     """
     if not _HEAD.size + MAC_BYTES <= len(data) <= MAX_FRAME_BYTES:
         raise BadFrame(

@@ -1,24 +1,18 @@
-"""The reads of one NIXL agent, from posting to the moment that they can write no more.
+"""The reads of one NIXL agent, from posting until they can write no more.
 
-The one hard question is when a read is over, as its destination is reused then.
-NIXL does not cancel: a READ that was released, or whose peer was removed, still
-writes once the peer wakes up.  So a read settles for one of these reasons only:
+The destination of a read is reused once it has settled.  NIXL does not cancel: a READ that was
+released, or whose peer was removed, still writes once the peer wakes up.  So a read settles for one
+of these reasons only:
 
-* it never was posted;
-* NIXL says DONE;
-* NIXL says that its peer is disconnected: UCX has failed the endpoint, which
-  ends everything on it, and there is one endpoint per peer;
-* NIXL says that a posted READ ended in an error, by the flush that closes it.
+* it was never posted;
+* NIXL reports DONE;
+* NIXL reports that its peer is disconnected: UCX has failed the endpoint, which ends everything
+  on it, and there is one endpoint per peer;
+* NIXL reports that a posted READ has ended in an error, by the flush that closes it.
 
-That leaves two cases that need care.  A read whose peer we disconnect from is marked as
-failed: it settles as ``PeerLost``, but not before one of the above.  And posting may
-fail half way, with runs in flight whose state NIXL does not report; such a read is
-posted again until NIXL accepts it, since the flush of the second attempt covers the
-first.
-
-A peer that hangs without closing its connections (SIGSTOP, a lost route) leaves
-reads pending until it returns or UCX gives up on it.  The caller has a deadline for
-that, and keeps the destination in quarantine.
+A peer that hangs without closing its connections (SIGSTOP, a lost route) leaves reads pending until
+it returns or UCX gives up on it.  The caller has a deadline for that, and keeps the destination in
+quarantine.
 """
 
 from __future__ import annotations
@@ -38,12 +32,12 @@ from transport.types import PeerId, ReadId, ReadStats, Settled, Spans
 _log = logging.getLogger(__name__)
 
 REPOST_S = 1.0
-"""How long to wait before a read that NIXL took only in part is posted again."""
+"""How long to wait before a read that NIXL has accepted only in part is posted again."""
 
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A peer that NIXL knows; ``lost`` once a read has found it disconnected."""
+    """A peer that is loaded in NIXL; ``lost`` once a read has found it disconnected."""
 
     id: PeerId
     metadata: bytes
@@ -56,7 +50,7 @@ class _InflightRead:
     """A read that can still write.
 
     ``began`` is when it was posted; ``repost_at`` is set while posting it fails, ``disconnected``
-    once we left its peer.
+    once we have disconnected from its peer.
     """
 
     read: ReadId
@@ -70,10 +64,10 @@ class _InflightRead:
 
 
 class Reads:
-    """All reads of ``agent`` that were not returned by ``poll`` yet.
+    """All reads of ``agent`` that :meth:`poll_read` has not returned yet.
 
     Args:
-        ours: the registered memories, to name the run that lies outside them.
+        ours: the registered memories, to name a run outside them.
         progress: drives NIXL's thread while reads are in flight.
         repost_s: how long to wait before a read is posted again.
     """
@@ -100,7 +94,7 @@ class Reads:
         """How many reads can still write."""
         return len(self._inflight)
 
-    def start(self, peer: NixlPeer, spans: Spans) -> ReadId:
+    def start_read(self, peer: NixlPeer, spans: Spans) -> ReadId:
         """Post a read; every failure settles it."""
         read = ReadId(next(self._ids))
         began = self._clock()
@@ -119,13 +113,13 @@ class Reads:
         began = self._clock()
         self._inflight[read] = inflight = _InflightRead(read, peer, spans, transfer, began)
         self._post(inflight)
-        if self._inflight:  # shared memory has copied it already
+        if self._inflight:  # over shared memory it has ended already
             self.progress.moved()
         self.progress.update(len(self._inflight))
         return read
 
-    def poll(self, read: ReadId) -> Settled | None:
-        """As ``Transport.poll``."""
+    def poll_read(self, read: ReadId) -> Settled | None:
+        """How the read has ended, or None while it can still write."""
         self._advance(read)
         self.progress.update(len(self._inflight))
         if read in self._inflight:
@@ -133,30 +127,26 @@ class Reads:
         return self._settled.pop(read)
 
     def mark_disconnected(self, peer: NixlPeer) -> None:
-        """Let the reads of ``peer`` settle as ``PeerLost``, each once it is over."""
+        """Let the reads of ``peer`` settle as ``PeerLost``, each once it can write no more."""
         for read in peer.reads:
             self._inflight[read].disconnected = True
 
     def advance(self, peer: NixlPeer | None = None) -> None:
-        """Settle the reads, of ``peer`` or of all, that are over; ``poll`` returns them."""
+        """Settle the reads, of ``peer`` or of all peers, that can write no more."""
         for read in list(self._inflight if peer is None else peer.reads):
             self._advance(read)
         self.progress.update(len(self._inflight))
 
-    def clear(self) -> None:
+    def forget_settled(self) -> None:
         """Forget the settled reads."""
         self._settled.clear()
 
     def _prepare(self, peer: NixlPeer, spans: Spans) -> Transfer:
-        """Merge neighbours first: NIXL merges them, too, at seventeen times the cost.
-
-        Merged runs may cross from one registered memory into the next, which
-        NIXL refuses; then it gets the runs unmerged, and its answer counts.
-        """
-        merged = spans.coalesced()
+        merged = spans.coalesced()  # NIXL would merge neighbours, at seventeen times the cost
         try:
             return self._agent.prepare(peer.id, merged)
         except OutOfBounds as error:
+            # A merged run may cross from one registered memory into the next, which NIXL refuses.
             if len(merged) < len(spans):
                 with suppress(OutOfBounds):
                     return self._agent.prepare(peer.id, spans)
@@ -172,18 +162,20 @@ class Reads:
                 self._post(inflight)
             return
         try:
-            if self._agent.check(inflight.transfer) == "done":
+            if self._agent.check_transfer(inflight.transfer) == "done":
                 self._end(inflight, None)
         except TransportError as error:
             self._end(inflight, error)
 
     def _post(self, inflight: _InflightRead) -> None:
         try:
-            progress = self._agent.post(inflight.transfer)
+            progress = self._agent.post_transfer(inflight.transfer)
         except PeerLost as error:
             self._end(inflight, error)
             return
         except BackendFailure as error:
+            # Some runs may be in flight, and NIXL does not report their state.  The flush of an
+            # attempt that succeeds covers them.
             _log.warning("pdconn: %s; runs may be in flight, posting the read again", error)
             inflight.repost_at = self._clock() + self._repost_s
             return
@@ -196,15 +188,15 @@ class Reads:
         elapsed = self._clock() - inflight.began
         stats = _stats(inflight.spans, inflight.post_s, elapsed)
         inflight.peer.lost |= isinstance(error, PeerLost)
-        if inflight.disconnected:
+        if inflight.disconnected:  # even if its bytes have arrived
             error = PeerLost(f"{inflight.peer.id} was disconnected while this read was in flight")
         inflight.peer.reads.discard(inflight.read)
         del self._inflight[inflight.read]
         self._settled[inflight.read] = Settled(stats, error)
         self.progress.moved()
-        self._agent.release(inflight.transfer)  # last: nothing asks about a handle that is gone
+        self._agent.release_transfer(inflight.transfer)  # last: nothing uses a released handle
 
 
 def _stats(spans: Spans, post_s: float, transfer_s: float) -> ReadStats:
-    """Our own: NIXL's tell no more, and asking it for them takes the interpreter's lock."""
+    """Our own statistics: NIXL's contain no more, and its call holds the interpreter's lock."""
     return ReadStats(spans.total_bytes, len(spans.coalesced()), post_s, transfer_s)

@@ -1,14 +1,8 @@
-"""One UCX worker and its connections, as the transport's own thread uses them.
+"""One UCX worker and its connections, for the transport's own thread alone.
 
-Only that thread may call anything here.  Messages without a posted receive are taken
-off the worker at once: frames are handed out, everything else is received into one
-byte, which makes UCX drop it.  So a foreign process cannot fill our memory with messages
-that wait to be fetched.
-
-A message with a posted receive lands in the runs given to ``receive_runs``; they are in
-use until the request is completed *and not before*.  UCX completes a request that was
-cancelled only when it will not touch the runs any more; a request that was matched
-with a message already is not cancelled, it ends with its connection.
+A message with a posted receive lands in the runs given to ``receive_runs``, which are in use until
+the request is completed.  UCX completes a cancelled request only when it does not touch the runs
+any more; a request that was matched with a message is not cancelled, it ends with its connection.
 """
 
 from __future__ import annotations
@@ -23,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import PeerLost, TransportUnavailable
-from transport.ucx.frames import MAX_FRAME_BYTES
+from transport.ucx.control import MAX_FRAME_BYTES
 from transport.ucx.library import UcxLibrary
 from transport.ucx.pieces import Runs
-from transport.ucx.runs import RunsMessages, RunsRequest
+from transport.ucx.run_messages import RunsMessages, RunsRequest
 from transport.ucx.selftest import runs_calls
 
 Bytes = NDArray[np.uint8]
@@ -35,14 +29,14 @@ FRAME_TAG = 0x7064636F6E6E
 """Tags all frames; tags of data have their highest bit set."""
 
 _MAX_INCOMING = 64
-"""Frames announced but not sent yet: ours are never announced, so these are attacks or bugs."""
+"""Frames announced but not sent yet; ours are never announced, so these are attacks or bugs."""
 
 _MAX_DRAIN = 256
 
 _NO_CACHE = (
     "UCX does not start with a registration cache, without which this process would crash when "
-    "a peer dies; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and whatever else turns its hooks "
-    "off, and load no other UCX, such as NIXL's, in the same process"
+    "a peer dies; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and other settings that disable its "
+    "memory hooks, and load no other UCX, such as NIXL's, in the same process"
 )
 
 
@@ -56,7 +50,7 @@ class UcxRequest:
 
     @property
     def done(self) -> bool:
-        """Whether UCX will neither read nor write ``array`` any more."""
+        """Whether UCX no longer reads or writes ``array``."""
         return bool(self._raw.completed)
 
 
@@ -71,11 +65,11 @@ class Endpoint:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be used; once False it stays False."""
+        """Whether the connection can be used; once False it stays False."""
         return self._endpoint is not None and bool(self._endpoint.alive)
 
-    def send(self, array: Bytes, tag: int) -> UcxRequest:
-        """Start sending; an empty array is a message as well."""
+    def send_array(self, array: Bytes, tag: int) -> UcxRequest:
+        """Start sending ``array``, which may be empty, as one message."""
         with self._library.mapped("send"):
             api = self._library.api
             raw = self._endpoint.tag_send(self._library.array(array), api.UCXXTag(tag))
@@ -89,10 +83,10 @@ class Endpoint:
         """
         if self._endpoint is None:
             raise PeerLost("send: the connection is closed")
-        return self._messages.send(self._handle, runs, tag)
+        return self._messages.send_runs(self._handle, runs, tag)
 
     def close(self) -> None:
-        """Cut the connection at once, whatever the peer does; its requests end soon."""
+        """Close the connection at once, whatever the peer does; its requests end soon."""
         if self._endpoint is not None:
             endpoint, self._endpoint = self._endpoint, None
             with self._library.mapped("close"):
@@ -104,7 +98,7 @@ class UcxWorker:
 
     Raises:
         TransportUnavailable, BackendFailure: UCX does not start with these options, or its
-            functions are not those that we know.
+            functions are not those expected.
     """
 
     def __init__(self, library: UcxLibrary, options: Mapping[str, str], wake_fd: int) -> None:
@@ -130,8 +124,7 @@ class UcxWorker:
         self._events.register(wake_fd, select.EPOLLIN)
 
     def connect(self, worker_address: bytes) -> Endpoint:
-        """Connect to a worker.  The address must come from a trusted peer: UCX does not
-        check it.
+        """Connect to a worker.  UCX does not check the address: it must come from a trusted peer.
 
         Raises:
             PeerLost: no worker is there.
@@ -144,10 +137,10 @@ class UcxWorker:
 
     def receive_runs(self, runs: Runs, tag: int) -> RunsRequest:
         """Post a receive into ``runs`` for a message tagged ``tag`` of at most their size."""
-        return self._messages.receive(runs, tag)
+        return self._messages.receive_runs(runs, tag)
 
     def progress(self) -> bool:
-        """Let UCX work; returns whether there was anything to do."""
+        """Let UCX make progress; whether there was anything to do."""
         return bool(self._worker.progress_once())
 
     def cancel_lost(self) -> None:
@@ -157,6 +150,8 @@ class UcxWorker:
 
     def frames(self) -> Iterator[bytes]:
         """The frames among the next ``_MAX_DRAIN`` messages; other messages are dropped."""
+        # Messages without a posted receive are taken off the worker at once, so that a foreign
+        # process cannot fill our memory with messages that wait to be fetched.
         done: list[UcxRequest] = []
         for _ in range(_MAX_DRAIN):
             found = self._worker.tag_probe(*self._any, remove=True)
@@ -165,15 +160,15 @@ class UcxWorker:
             request = self._take(found)
             if request is not None:
                 self._incoming.append(request)
-                if request.done:  # most are: only announced messages that were not sent yet count
+                if request.done:  # all but announced messages that were not sent yet
                     done.append(self._incoming.pop())
         done += [request for request in self._incoming if request.done]
         self._incoming = [request for request in self._incoming if not request.done]
         for request in done:
             yield request.array.tobytes()
 
-    def wait(self, seconds: float) -> None:
-        """Sleep until there is work, for this worker or from ``wake_fd``, or time is up."""
+    def wait_for_work(self, seconds: float) -> None:
+        """Sleep until there is work, ``wake_fd`` is written to, or ``seconds`` have passed."""
         if self._worker.arm():
             self._events.poll(seconds)
         with suppress(BlockingIOError):
@@ -193,7 +188,7 @@ class UcxWorker:
             and found.length <= MAX_FRAME_BYTES
             and len(self._incoming) < _MAX_INCOMING
         )
-        if not is_frame:
+        if not is_frame:  # UCX drops a message that is received into one byte
             self._worker.tag_recv_with_handle(self._discard, found)
             return None
         array = np.zeros(found.length, dtype=np.uint8)

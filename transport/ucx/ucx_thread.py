@@ -4,8 +4,8 @@
     UCX's sockets ─────────────┴─► progress → frames → lender → reader ─┐
                         wait ◄── nothing to do ◄────────────────────────┘
 
-It answers readers while the owner does nothing, and waits in ``epoll`` when there is
-nothing to do: on UCX's descriptor, armed, and on an eventfd for the owner's commands.
+It answers readers while the owner does nothing.  When there is nothing to do it waits in ``epoll``,
+on UCX's descriptor, armed, and on an eventfd for the owner's commands.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from collections.abc import Callable, Mapping
 
 from transport.errors import BackendFailure, TransportError
 from transport.types import ReadId, Settled
-from transport.ucx.frames import is_answer
-from transport.ucx.lender import UcxLender
+from transport.ucx.control import is_answer
+from transport.ucx.lender_side import UcxLender
 from transport.ucx.library import UcxLibrary
-from transport.ucx.reader import UcxReader
-from transport.ucx.worker import UcxWorker
+from transport.ucx.reader_side import UcxReader
+from transport.ucx.ucx_worker import UcxWorker
 
 _log = logging.getLogger(__name__)
 
 _MAX_WAIT_S = 1.0
-"""Longest sleep, so that idle connections are checked once in a while."""
+"""Longest sleep, so that idle connections are checked regularly."""
 
 _ENDING_WAIT_S = 0.005
-"""Longest sleep while connections that were cut end, which may raise no event."""
+"""Longest sleep while closed connections end, which may cause no event."""
 
 _MAX_PROGRESS = 16
 
 _failed: list[UcxThread] = []
-"""Threads that ended by an error, kept as long as the process lives.
+"""Threads that ended with an error, kept until the process ends.
 
-Collecting one would close its connections, which lets UCX work: on whichever thread runs
-the garbage collector, and into memory that its owner may have freed since.
+Collecting one would close its connections, in which UCX makes progress: on the thread of the
+garbage collector, and into memory that its owner may have freed.
 """
 
 Command = Callable[[], None]
@@ -81,29 +81,29 @@ class UcxThread:
         self._thread = threading.Thread(target=self._run, name=f"ucx-{name}", daemon=True)
         self._thread.start()
 
-    def post(self, command: Command) -> None:
-        """Let the thread run ``command`` soon.
+    def run_soon(self, command: Command) -> None:
+        """Queue ``command`` for the thread.
 
         Raises:
-            BackendFailure: the thread ended by an error of its own.
+            BackendFailure: the thread has ended with an error.
         """
-        self.check()
+        self.raise_failure()
         self._commands.append(command)
         os.eventfd_write(self._wake_fd, 1)
 
-    def check(self) -> None:
-        """Raise if the thread has failed; may be called from any thread.
+    def raise_failure(self) -> None:
+        """Raise if the thread has failed; may be called on any thread.
 
         Raises:
-            BackendFailure: it ended by an error of its own.
+            BackendFailure: it has ended with an error.
         """
         if self._failure is not None:
             raise BackendFailure(f"ucx thread ended: {self._failure}") from self._failure
 
     def close(self, wait_s: float) -> bool:
-        """Cut all connections and end; False if something can still be written after ``wait_s``.
+        """Close all connections and end; False if something can still be written after ``wait_s``.
 
-        It may be called again then.  Once it returned True nothing is read or written.
+        It may be called again then.  Once it has returned True nothing is read or written.
         """
         if self._wake_fd < 0:
             return True
@@ -128,7 +128,7 @@ class UcxThread:
             self._failure = error
 
     def _step(self) -> bool:
-        """One round; returns whether the thread is to end."""
+        """One round; whether the thread is to end."""
         worked = False
         for _ in range(_MAX_PROGRESS):
             if not self._worker.progress():
@@ -138,10 +138,10 @@ class UcxThread:
             self._commands.popleft()()
             worked = True
         for frame in self._worker.frames():
-            (self.reader if is_answer(frame) else self.lender).handle(frame)
+            (self.reader if is_answer(frame) else self.lender).handle_frame(frame)
             worked = True
-        worked |= self.lender.step()
-        worked |= self.reader.step()
+        worked |= self.lender.serve_readers()
+        worked |= self.reader.advance_reads()
         if self._closing:
             self.lender.close()
             self.reader.close()
@@ -149,5 +149,5 @@ class UcxThread:
                 return True
         if not worked:
             ending = self._closing or self.reader.num_ending or self.lender.num_ending
-            self._worker.wait(_ENDING_WAIT_S if ending else _MAX_WAIT_S)
+            self._worker.wait_for_work(_ENDING_WAIT_S if ending else _MAX_WAIT_S)
         return False

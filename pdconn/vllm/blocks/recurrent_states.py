@@ -1,19 +1,19 @@
 """Recurrent states in the pieces that tensor parallelism divides.
 
-A page of a state layer holds its states one behind the other, a short window of the
-convolution's inputs first, the recurrent state (SSM, delta rule) behind it.  Ranks divide both
-by heads, and the convolution's channels belong to several projections, each divided by itself::
+A page of a state layer contains its states one after the other: first a short window of the
+convolution's inputs, then the recurrent state (SSM, delta rule).  Ranks divide both by heads, and
+the convolution's channels belong to several projections, each divided separately::
 
     Mamba2   conv  [ x: heads | B: groups | C: groups ]      ssm  [ heads ]
     GDN      conv  [ q: heads | k: heads | v: heads ]        ssm  [ heads of v ]
     Mamba1   conv  [ x ]                                     ssm  [ channels ]
     short convolution, linear attention: one of the two
 
-So each piece is a chunk of ``num_heads`` parts, and ranks of another number find theirs as they
-find heads of attention.  With ``VLLM_SSM_CONV_STATE_LAYOUT=SD``, vLLM's default, the channels of
-one token of the window lie together, and each token's are a chunk; with ``DS`` a piece is one.
+So each piece is a chunk of ``num_heads`` parts, which ranks of another number divide as they divide
+heads of attention.  With ``VLLM_SSM_CONV_STATE_LAYOUT=SD``, vLLM's default, the channels of one
+token of the window are contiguous, and each token's are a chunk; with ``DS`` each piece is a chunk.
 
-What cannot be divided so is one chunk, which engines of equal size exchange.
+A state that cannot be divided so is one chunk, for engines with the same tensor parallelism.
 
 Sources: vLLM's ``MambaStateShapeCalculator``; its ``MambaMixer2`` gives every rank the only
 group of B and C where there is one, and divides groups otherwise.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _PARTS = 960
-"""Channels without heads are divided into so many parts at most: any usual number of ranks."""
+"""Channels without heads are divided into at most so many parts, for any usual number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,8 @@ class _Undivided(Exception):
 def without_scratch(
     groups: Sequence[Any], ids: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[list[int], ...]:
-    """Block ids of each group; of states only up to the block of the one after ``num_tokens``.
-
-    Behind it vLLM keeps blocks for the states after each drafted token.
-    """
+    """Block ids of each group; for states up to the block of the state after ``num_tokens``."""
+    # Behind it vLLM has blocks for the states after each drafted token.
     specs = [layer_spec(group.kv_cache_spec, group.layer_names[0]) for group in groups]
     return tuple(
         list(of_group[: -(-num_tokens // spec.block_size)] if is_state(spec) else of_group)
@@ -132,7 +130,7 @@ def _pieces(
 
 
 def _conv_dim(shape: Sequence[int]) -> int:
-    """Channels of the window, whose other dimension counts tokens."""
+    """Channels of the window; its other dimension is tokens."""
     return int(shape[0] if _is_dim_first() else shape[1])
 
 

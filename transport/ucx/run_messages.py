@@ -1,18 +1,13 @@
 """Messages made of runs: UCX sends and receives scattered memory without a copy of ours.
 
-UCXX sends one buffer a message, UCX itself a list of them (``UCP_DATATYPE_IOV``).  So these
-few functions of UCX are called directly, beside UCXX and on its worker and endpoints:
+UCXX sends one buffer per message, UCX itself a list of them (``UCP_DATATYPE_IOV``).  So a few
+functions of UCX are called directly, on UCXX's worker and endpoints:
 
     lender's runs   ██  ██████ ███          one message          ████ ███████   reader's runs
                     └───┴──────┴─► ucp_tag_send_nbx ──► ucp_tag_recv_nbx ─► ┴────┘
 
-They are looked up in UCXX's own module, and so are those of the very UCX that UCXX uses,
-whatever else is loaded.  Layouts and numbers are those of ``ucp/api/ucp.h`` and
-``ucs/type/status.h`` of UCX 1.21; ``transport.ucx.selftest`` checks them before use.
-
-Posting lets the interpreter's lock go: it takes 25 µs over TCP, but some ms where UCX first
-works out how to send, or registers memory.  Looking at a request keeps the lock (``PyDLL``),
-as that takes less than letting go.
+Layouts and numbers are those of ``ucp/api/ucp.h`` and ``ucs/type/status.h`` of UCX 1.21;
+``transport.ucx.selftest`` checks them before use.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from transport.ucx.pieces import Runs
 
 _OK, _IN_PROGRESS = 0, 1
 _LAST_ERROR = -100
-"""A pointer that is, as a signed number, in [-100, -1] is a status and no request."""
+"""A pointer whose signed value is in [-100, -1] is a status, and no request."""
 
 _POINTERS = 1 << 64
 _FIELD_DATATYPE = 1 << 3
@@ -57,11 +52,9 @@ class RequestParam(ctypes.Structure):
 
 
 def iov(runs: Runs) -> U64:
-    """``runs`` as an array of ``ucp_dt_iov_t``: uint64 of shape (n, 2), address and length.
-
-    UCX works out its way of sending once for each n, which takes some ms: so n is the next
-    power of two, and the runs beyond are empty, at an address that is registered.
-    """
+    """``runs`` as an array of ``ucp_dt_iov_t``: uint64 of shape (n, 2), address and length."""
+    # UCX selects a protocol once for each n, which takes some ms: so n is the next power of two,
+    # and the additional runs are empty, at a registered address.
     count = len(runs.nbytes)
     array = np.zeros((1 << (count - 1).bit_length(), 2), dtype=np.uint64)
     array[:, 0] = runs.addresses[-1]
@@ -77,7 +70,7 @@ class UcpCalls:
         iov: makes an array of ``ucp_dt_iov_t``.
 
     Raises:
-        TransportUnavailable: they are not there, or of another version than UCXX says.
+        TransportUnavailable: they are missing, or of another version than UCXX reports.
     """
 
     def __init__(
@@ -90,6 +83,10 @@ class UcpCalls:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
         status = ctypes.c_int8  # the enumeration is packed
         try:
+            # In UCXX's module they are those of the UCX that UCXX uses, whatever else is loaded.
+            # Posting releases the interpreter's lock (CDLL): it takes 25 µs over TCP, but some ms
+            # when UCX selects a protocol or registers memory.  Testing a request keeps the lock
+            # (PyDLL), which takes less time than releasing it.
             found, posting = ctypes.PyDLL(library.api.__file__), ctypes.CDLL(library.api.__file__)
             _check_version(found, library.ucx_version)
             self.send = _function(
@@ -125,7 +122,7 @@ class RunsRequest:
 
     @property
     def done(self) -> bool:
-        """Whether UCX will neither read nor write the runs any more."""
+        """Whether UCX no longer reads or writes the runs."""
         if self._pointer is not None:
             status = self._calls.status(self._pointer)
             if status == _IN_PROGRESS:
@@ -135,23 +132,23 @@ class RunsRequest:
         return True
 
     def cancel(self) -> None:
-        """Withdraw a receive that no message was matched with; it is done then.
+        """Cancel a receive that no message was matched with; it is done then.
 
-        Any other request is left alone: it ends with its message or its connection.
+        Any other request ends with its message or its connection.
         """
         if self._pointer is not None:
             self._calls.cancel(self._worker, self._pointer)
 
     @property
     def status(self) -> int:
-        """Its ``ucs_status_t``, once it is ``done``: 0, or what it failed with."""
+        """Its ``ucs_status_t``, once it is ``done``; 0 on success."""
         return self._status
 
-    def check(self, doing: str) -> None:
-        """Raise if it failed; call it once ``done``.
+    def raise_failure(self, doing: str) -> None:
+        """Raise if the request has failed, once it is ``done``.
 
         Raises:
-            PeerLost, BackendFailure: it failed.
+            PeerLost, BackendFailure: it has failed.
         """
         if self._status != _OK:
             raise self._calls.failure(self._status, doing)
@@ -163,8 +160,8 @@ class RunsMessages:
     def __init__(self, calls: UcpCalls, worker: int) -> None:
         self._calls, self._worker = calls, worker
 
-    def send(self, endpoint: int, runs: Runs, tag: int) -> RunsRequest:
-        """Start sending ``runs``, one after the other, over the endpoint with this handle.
+    def send_runs(self, endpoint: int, runs: Runs, tag: int) -> RunsRequest:
+        """Start sending ``runs`` as one message, over the endpoint with this handle.
 
         Raises:
             PeerLost, BackendFailure: it failed at once; UCX does not use the runs.
@@ -173,7 +170,7 @@ class RunsMessages:
         answer = calls.send(endpoint, array.ctypes.data, len(array), tag, calls.param)
         return self._request(answer, array, "send")
 
-    def receive(self, runs: Runs, tag: int) -> RunsRequest:
+    def receive_runs(self, runs: Runs, tag: int) -> RunsRequest:
         """Post a receive into ``runs`` for a message tagged ``tag`` of at most their size.
 
         Raises:

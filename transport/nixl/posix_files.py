@@ -1,7 +1,7 @@
 """Files through NIXL's POSIX back end: ranges of an open file to host memory, and back.
 
-NIXL moves bytes between registered memory and registered files.  Both are registered for one
-transfer at a time here: that takes microseconds on the host, and the buffers of a store change.
+NIXL moves bytes between registered memory and registered files.  Both are registered for each
+transfer: that takes microseconds on the host, and the buffers of a store change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from transport.errors import BackendFailure
-from transport.nixl.errors import error_classes, mapper
+from transport.nixl.agent_errors import error_classes, mapper
 from transport.nixl.transport import load_library
 
 _BACKEND = "POSIX"
@@ -39,10 +39,10 @@ class NixlFiles:
     def transfer(
         self, kind: Literal["READ", "WRITE"], fd: int, runs: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Move ``(offset in the file, address, bytes)`` of each run; returns when all moved.
+        """Move ``(offset in the file, address, bytes)`` of each run; returns when all have moved.
 
         Raises:
-            BackendFailure: NIXL, or the device, failed.
+            BackendFailure: NIXL or the device has failed.
         """
         if not runs:
             return
@@ -65,7 +65,7 @@ class NixlFiles:
                     self._raw.deregister_memory(region, [_BACKEND])
 
     def close(self) -> None:
-        """Let the agent go."""
+        """Release the agent."""
         self._raw = None
 
     def _wait(self, handle: Any, state: str) -> None:

@@ -1,9 +1,9 @@
-"""What vLLM's in-tree NixlConnector reads in ``kv_connector_extra_config``, and what it means here.
+"""Keys of vLLM's in-tree NixlConnector in ``kv_connector_extra_config``, and their meaning here.
 
-Manifests that were written for it must start.  :data:`IN_TREE_KEYS` has every key that is not one
-of ours as well.  A key is either *taken over*, as one of ours, or *not needed*: then it is checked,
-left out, and answered with the reason in the log of the engine's scheduler.  A key of theirs beside
-the one of ours that it stands for is an error: which of the two was meant is not known.
+Manifests written for NixlConnector must start.  :data:`IN_TREE_KEYS` has every key that is not one
+of ours as well.  A key is either *translated* to one of ours, or *not needed*: then it is checked
+and left out, and the log of the engine's scheduler has the reason.  A key beside the one of ours
+that it translates to is an error.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pdconn.vllm.values import lease, number, truth
 from transport.errors import FieldError
 
 CROSS_LAYERS = "BHLNC"
-"""The layout that ``enable_cross_layers_blocks`` asks for: all layers of a block side by side."""
+"""The layout of ``enable_cross_layers_blocks``: all layers of a block side by side."""
 
 ANSWER_TTL_S = 480
 """NixlConnector's default of ``decoder_kv_blocks_ttl``."""
 
 
 class InTreeKeyError(FieldError, ValueError):
-    """A key of NixlConnector has a value that it would not take either, or contradicts ours."""
+    """A key of NixlConnector has an invalid value, or contradicts one of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class InTreeKey:
     """One key of NixlConnector.
 
     Attributes:
-        check: returns the value, or raises ValueError with what it expected.
-        ours: the key of ours that it is taken over as; empty where it is not needed.
-        meaning: what it becomes, or why it is not needed.
+        check: returns the value, or raises ValueError with the expected one.
+        ours: the key of ours that it translates to; empty if it is not needed.
+        meaning: its translation, or why it is not needed.
     """
 
     name: str
@@ -45,21 +45,21 @@ class InTreeKey:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A configuration in our keys alone, and what is to be told of theirs."""
+    """A configuration in our keys alone, and notes for the log."""
 
     extra: dict[str, Any]
     notes: tuple[str, ...]
 
 
 def translate(extra: Mapping[str, Any], role: str = "kv_both") -> Translated:
-    """``extra`` with NixlConnector's keys taken over, or left out.
+    """``extra`` with NixlConnector's keys translated, or left out.
 
     Args:
-        extra: the mapping as the user wrote it.
-        role: vLLM's ``kv_role``; answers are lent back by engines that are both.
+        extra: the user's mapping.
+        role: vLLM's ``kv_role``; only engines with ``kv_both`` lend answers back.
 
     Raises:
-        InTreeKeyError: naming the key, what was expected and what came.
+        InTreeKeyError: naming the key, the expected and the seen value.
     """
     theirs = {key.name: _value(key, extra) for key in IN_TREE_KEYS if key.name in extra}
     made = {name: value for name, value in extra.items() if name not in theirs}
@@ -104,7 +104,7 @@ IN_TREE_KEYS: tuple[InTreeKey, ...] = (
     InTreeKey(
         "bidirectional_kv_xfer", "true, false", truth, "lend_back",
         f"answers are lent back for {ANSWER_TTL_S} seconds, or `decoder_kv_blocks_ttl`; needs "
-        "`kv_role: kv_both` on every engine, else it has no effect and the log says so",
+        "`kv_role: kv_both` on every engine, else it has no effect, with a warning in the log",
     ),
     InTreeKey(
         "decoder_kv_blocks_ttl", "seconds", lease, "lend_back",

@@ -1,17 +1,15 @@
 """A digest of the files of a model or an adapter.
 
-It is of names, sizes, the headers of safetensors, and samples of each tensor, since a fine-tuned
+It covers names, sizes, the headers of safetensors, and samples of each tensor, since a fine-tuned
 model has the header of its base::
 
     safetensors    header | 1 KiB ........ 1 KiB ........ 1 KiB | 1 KiB ...
                             start   a step of 16 MiB        end   next tensor
     other files    64 samples, evenly
 
-Of a model with very many tensors 16,384 of the samples are read, chosen by a checksum of their
-places, so that no pattern of the tensors' order is left out: a second, where all of them take many.
-Models that differ in a few rows of one tensor alone can look the same; docs/stores.md says so.
-Beside the weights it is of small files that change what weights mean: an index, scales and
-methods of quantisation, and how media are prepared.
+At most 16,384 samples are read, which takes about a second.  Models that differ only in a few rows
+of one tensor may have the same digest (docs/stores.md).  It also covers small files that change the
+meaning of weights: an index, scales and methods of quantisation, and how media are prepared.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from typing import NamedTuple
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _FOLDERS = ("", "*/", "*/*/")
-"""Some models keep an encoder in a folder of its own; links are followed."""
+"""Some models have an encoder in a folder of its own; links are followed."""
 _NOT_LOADED = re.compile(r"(?:^|/)(?:\.|original/)")
-"""vLLM ignores ``original``; what begins with a dot is a downloader's own."""
+"""vLLM ignores ``original``; names with a leading dot belong to downloaders."""
 _BESIDE = ("*.index.json", "*quant*.json", "*processor_config.json")
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 _SAMPLE = 1024
@@ -42,9 +40,9 @@ _MOST = 1 << 14
 
 
 def weights_digest(model: str) -> str | None:
-    """Of the weights in ``model``, a directory or one file; None if there are none.
+    """The digest of the weights in ``model``, a directory or one file; None if there are none.
 
-    An index alone names tensors and not what is in them: that is no weights.
+    An index alone is no weights.
 
     Raises:
         OSError: a file cannot be read.
@@ -54,6 +52,7 @@ def weights_digest(model: str) -> str | None:
         return None
     root = Path(model) if Path(model).is_dir() else Path(model).parent
     samples = [(path, s) for path in found for s in _samples(path, path.relative_to(root))]
+    # By a checksum of their places, so that the choice does not depend on the order of tensors.
     places = (s.place for _, s in samples if s.place is not None)
     highest = max(heapq.nsmallest(_MOST, places), default=0)
     digest = hashlib.sha256()
@@ -68,9 +67,9 @@ def weights_digest(model: str) -> str | None:
 
 
 def files_of(model: str) -> list[Path]:
-    """Files that :func:`weights_digest` is of, in order; none without weights.
+    """The files that :func:`weights_digest` covers, in order; empty without weights.
 
-    Of one file they are its parts, and beside GGUF the encoders of media that go with it.
+    For one file they are its parts, and for GGUF the media encoders in its directory.
     """
     root = Path(model)
     if root.is_file():
@@ -89,7 +88,7 @@ def files_of(model: str) -> list[Path]:
 
 
 class _Sample(NamedTuple):
-    """Bytes of a file; those of a tensor may be left out, by a checksum of their place."""
+    """Bytes of a file; those of a tensor have the checksum of their place."""
 
     start: int
     nbytes: int
@@ -97,7 +96,7 @@ class _Sample(NamedTuple):
 
 
 def _samples(path: Path, relative: Path) -> Iterator[_Sample]:
-    """What is read of a file: its header and of each tensor, or evenly."""
+    """The samples of a file: its header and some of each tensor, or evenly spaced ones."""
     size = path.stat().st_size
     if path.suffix == ".json" or size <= _SAMPLE * _SAMPLES:
         yield _Sample(0, size)

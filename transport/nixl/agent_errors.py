@@ -1,7 +1,7 @@
 """NIXL's exceptions, turned into the transport's.
 
-NIXL raises a dozen classes that share no base class below ``Exception``, so
-the classes to catch are collected from its module, and distinguished by name.
+NIXL raises a dozen classes without a common base class below ``Exception``, so the classes to catch
+are collected from its module, and distinguished by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kinds = Mapping[str, type[TransportError]]
 
 
 class ChangedConnection(BadAddress):
-    """A known peer's address leads elsewhere now: it was restarted under its old name."""
+    """A known peer has another address: it was restarted under its old name."""
 
 
 INVALIDATED: Kinds = {"nixlNotFoundError": PeerLost}
@@ -34,7 +34,7 @@ UNLOADABLE: Kinds = {
     "nixlBackendError": BadAddress,  # no backend in common
     "nixlNotAllowedError": ChangedConnection,
 }
-"""How loading metadata can fail: in every case the address cannot be used."""
+"""Errors of loading metadata: in every case the address cannot be used."""
 
 _ALWAYS: Kinds = {"nixlRemoteDisconnectError": PeerLost}
 
@@ -44,8 +44,8 @@ Mapped = Callable[..., AbstractContextManager[None]]
 def error_classes(bindings: Any) -> ErrorClasses:
     """Every exception class that NIXL raises for failures.
 
-    RuntimeError stands for statuses that have no class of their own, ValueError
-    for arguments that its bindings refuse.
+    It raises RuntimeError for statuses without a class of their own, and ValueError for arguments
+    that its bindings refuse.
     """
     own = [
         value
@@ -58,8 +58,8 @@ def error_classes(bindings: Any) -> ErrorClasses:
 def mapper(errors: ErrorClasses) -> Mapped:
     """A context manager that maps ``errors``: ``with mapped("register x", UNREGISTERED): …``.
 
-    What ``kinds`` does not name becomes ``PeerLost`` for a disconnect and
-    ``BackendFailure`` otherwise; NIXL's own exception stays as the cause.
+    Classes that ``kinds`` does not name become ``PeerLost`` for a disconnect and
+    ``BackendFailure`` otherwise; NIXL's exception is the cause.
     """
 
     @contextmanager
@@ -75,7 +75,7 @@ def mapper(errors: ErrorClasses) -> Mapped:
 def as_ours(error: Exception, doing: str, kinds: Kinds | None = None) -> TransportError:
     """The transport's error for one of NIXL's, as :func:`mapper` raises it.
 
-    For what is called for every read: entering a context manager costs more than the rest of it.
+    For calls that every read makes: entering a context manager costs more than the rest of it.
     """
     name = type(error).__name__
     kind = {**_ALWAYS, **(kinds or {})}.get(name, BackendFailure)

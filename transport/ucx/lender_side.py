@@ -1,13 +1,8 @@
-"""Answering readers: each piece that is requested is checked and sent from where it lies.
+"""Answers readers: each requested piece is checked, and sent from lent memory.
 
-All state that a reader can make us hold is bounded (:class:`LenderLimits`): the number of
-sessions, the requests that each may have queued (more is a breach, and ends the session),
-and the messages in flight, to each and to all.  A message has no buffer of its own: UCX
-reads what is lent, until the message is done.  Readers are served in turn, one piece each.
-
-A reader that stops receiving (a stopped process, a lost route) keeps its messages in
-flight.  If others wait because all together have no more, it is dropped after ``stall_s``:
-its reads fail, theirs go on.
+All state that a reader can create here is bounded (:class:`LenderLimits`).  A message has no buffer
+of its own: UCX reads lent memory until the message is done.  Readers are served in turn, one piece
+each.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import numpy as np
 from transport.errors import TransportError
 from transport.regions import Regions
 from transport.types import HOST, Memory
-from transport.ucx.frames import (
+from transport.ucx.control import (
     BadFrame,
     OtherProtocol,
     PieceRefused,
@@ -33,26 +28,26 @@ from transport.ucx.frames import (
     encode,
 )
 from transport.ucx.pieces import MAX_PIECE_BYTES, Runs
-from transport.ucx.runs import RunsRequest
-from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
+from transport.ucx.run_messages import RunsRequest
+from transport.ucx.ucx_worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 _log = logging.getLogger(__name__)
 
 _MAX_ENDED = 4096
 _LIVENESS_S = 1.0
 _ZEROS = np.zeros(64 << 10, dtype=np.uint8)
-"""What messages that are too long are made of, however many are in flight."""
+"""Content of messages that are too long; shared by all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LenderLimits:
-    """What all readers together, and each of them, can make a lender hold.
+    """Bounds of a lender's state.
 
     Attributes:
         readers: open sessions; beyond it the oldest idle one is dropped.
-        queued: requests of one reader that wait to be answered.
-        sending: messages in flight to one reader; a refusal is two, and may be one above it.
-        in_flight: messages in flight to all readers, likewise.
+        queued: requests of one reader that wait to be answered; beyond it its session ends.
+        sending: messages in flight to one reader; exceeded by one, since a refusal is two.
+        in_flight: messages in flight to all readers; exceeded by one, likewise.
         stall_s: how long a reader may keep messages in flight while others wait to send.
     """
 
@@ -88,7 +83,7 @@ class RemoteReader:
 class UcxLender:
     """Serves ``lent``, which the transport replaces as memory is registered.
 
-    ``secret`` is ours: a reader must hold it to read.
+    ``secret`` is ours; a reader must send it.
     """
 
     def __init__(
@@ -125,8 +120,8 @@ class UcxLender:
         """Messages that UCX may still read from."""
         return self._in_flight
 
-    def handle(self, data: bytes) -> None:
-        """Handle one frame from the network; its sender is not known yet."""
+    def handle_frame(self, data: bytes) -> None:
+        """Handle one frame from the network, of an unknown sender."""
         try:
             frame = decode(data, self._secret)
             if isinstance(frame, ReaderHello):
@@ -140,18 +135,18 @@ class UcxLender:
             self.refused_frames += 1
             _log.debug("pdconn: ucx lender refused a frame: %s", error)
 
-    def step(self) -> bool:
-        """Send what can be sent; returns whether anything was done."""
+    def serve_readers(self) -> bool:
+        """Send pieces to readers, one each; whether anything was done."""
         self._drop_broken()
         worked = self._reclaim_ending()
         for session, reader in list(self._readers.items()):
-            is_served = session in self._readers  # else another's turn has dropped it
+            is_served = session in self._readers  # another reader's turn may have dropped it
             if is_served and (reader.requests or reader.sending):
                 worked |= self._serve(reader)
         return worked
 
     def close(self) -> None:
-        """Drop all readers; keep stepping until ``num_sending`` is 0."""
+        """Drop all readers.  Call :meth:`serve_readers` until ``num_sending`` is 0."""
         for reader in list(self._readers.values()):
             self._drop(reader, "the transport closes")
 
@@ -195,7 +190,7 @@ class UcxLender:
             return True
 
     def _answer(self, reader: RemoteReader, request: PieceRequest) -> bool:
-        """Send the piece, or why it is refused; False while too much is in flight."""
+        """Send the piece or a refusal; False while too many messages are in flight."""
         if self._in_flight >= self.limits.in_flight:
             return self._drop_slowest()
         reader.requests.popleft()
@@ -204,7 +199,7 @@ class UcxLender:
             runs = Runs(request.addresses, request.nbytes).merged()
         else:
             frame = np.frombuffer(encode(refused, self._secret), dtype=np.uint8)
-            self._sent(reader, reader.endpoint.send(frame, FRAME_TAG))
+            self._sent(reader, reader.endpoint.send_array(frame, FRAME_TAG))
             runs = _too_long(request)
         self._sent(reader, reader.endpoint.send_runs(runs, request.tag))
         return True
@@ -230,6 +225,7 @@ class UcxLender:
 
     def _drop_slowest(self) -> bool:
         """Drop the reader with the oldest message in flight, if that is ``stall_s`` old."""
+        # It receives nothing (a stopped process, a lost route), and others wait for its messages.
         sending = [reader for reader in self._readers.values() if reader.sending]
         if not sending:
             return False
@@ -261,7 +257,7 @@ class UcxLender:
             _log.warning("pdconn: ucx: closing a reader's connection failed: %s", error)
 
     def _drop_broken(self) -> None:
-        """Once in a while, drop idle readers whose connection broke."""
+        """Drop idle readers whose connection broke; once per ``_LIVENESS_S``."""
         now = self._clock()
         if now >= self._liveness_at:
             self._liveness_at = now + _LIVENESS_S
@@ -270,11 +266,9 @@ class UcxLender:
 
 
 def _too_long(request: PieceRequest) -> Runs:
-    """A message that fails the receive of a piece, whether or not its reader learns why.
-
-    UCX fails a receive when more bytes come than it has room for, and writes none of them.
-    It accepts a message that is shorter, so an empty one would pass for the piece.
-    """
+    """A message that makes the receive of a piece fail, even if the refusal is lost."""
+    # UCX fails a receive if the message is longer than its buffer, and writes none of it.  It
+    # accepts a shorter one, so an empty message would be taken for the piece.
     nbytes = min(int(request.nbytes.sum()), MAX_PIECE_BYTES) + 1
     whole, rest = divmod(nbytes, len(_ZEROS))
     lengths = [len(_ZEROS)] * whole + [rest] * (rest > 0)
@@ -285,7 +279,7 @@ def _too_long(request: PieceRequest) -> Runs:
 
 
 def lendable(memories: Regions) -> Regions:
-    """``memories`` with those merged that touch: a piece may cross from one into the next.
+    """``memories`` with adjacent ones merged: a piece may cross from one into the next.
 
     The reader merges neighbouring runs, and a copy needs no key per memory.
     """

@@ -1,13 +1,13 @@
 """Spans of pulls, for engines with ``--otlp-traces-endpoint``.
 
-Workers know when a pull began and ended, and the scheduler knows its request's trace::
+Workers measure when a pull begins and ends, and the scheduler has its request's trace::
 
     worker                              scheduler
-    PullRecord ── TracedPull ──────►    pdconn.claim    first heard of ─► claim granted
-    (durations)   (when it ended)       pdconn.read     blocks known ───► received
+    PullRecord ── TracedPull ──────►    pdconn.claim    request arrived ─► claim granted
+    (durations)   (when it ended)       pdconn.read     blocks known ────► received
 
-Both are children of the span that asked the engine, as vLLM's own ``llm_request`` is; a rank has a
-pair of them each.  The times are the worker's wall clock, as spans' times are.
+Both are children of the caller's span, like vLLM's own ``llm_request``; each rank has a pair of
+them.  Times are the worker's wall clock, as in all spans.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TracedPull:
-    """A pull that rank ``rank`` has received, reported at ``at_ns`` (``time.time_ns``)."""
+    """A pull that ``rank`` has received, reported at ``at_ns`` (``time.time_ns``)."""
 
     rank: int
     at_ns: int
@@ -39,7 +39,7 @@ class TracedPull:
 
     @classmethod
     def now(cls, rank: int, record: PullRecord) -> TracedPull:
-        """One that is being reported."""
+        """A pull that is reported now."""
         return cls(rank, time.time_ns(), record)
 
 
@@ -51,18 +51,18 @@ def are_traced(config: Any) -> bool:
 
 @dataclass
 class PullSpans(SchedulerPart):
-    """Exports spans of pulls whose requests came with trace headers.
+    """Exports spans of pulls whose requests have trace headers.
 
     Attributes:
-        tracer: OpenTelemetry's, of the provider that vLLM has set.
+        tracer: OpenTelemetry's, from the provider that vLLM has set.
     """
 
     tracer: Any
     _headers: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Any) -> PullSpans | None:
-        """For an engine of vLLM's ``config``; None if nothing is traced."""
+    def from_config(cls, config: Any) -> PullSpans | None:
+        """From vLLM's ``config``; None if nothing is traced."""
         if not are_traced(config):
             return None
         try:
@@ -76,19 +76,19 @@ class PullSpans(SchedulerPart):
         return len(self._headers)
 
     def on_new_request(self, request: Any) -> None:
-        """Remember the trace of a request that may pull."""
+        """Store the trace headers of a request that may pull."""
         if not request.trace_headers or not request.kv_transfer_params:
             return
         self._headers[request.request_id] = request.trace_headers
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Export what ranks have received."""
+        """Export the pulls that ranks have received."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, PdWorkerReport):
             self.export_pulls(report.pulled)
 
     def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
-        """The request left the engine."""
+        """Forget a request that leaves the engine."""
         self._headers.pop(request.request_id, None)
 
     def export_pulls(self, pulls: Iterable[TracedPull]) -> None:
