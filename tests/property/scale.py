@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,23 @@ def drawn(examples: int) -> Any:
     return settings(
         max_examples=at_least(examples), deadline=None, suppress_health_check=list(HealthCheck)
     )
+
+
+class LawMachine(RuleBasedStateMachine):
+    """One whose laws at the end are asked only where those before have held."""
+
+    def check_end(self) -> None:
+        """What comes of itself has come: nothing is left."""
+
+    def close(self) -> None:
+        """End what it has of threads."""
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is None:
+                self.check_end()
+        finally:
+            self.close()
 
 
 Made = type[RuleBasedStateMachine]

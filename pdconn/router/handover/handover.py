@@ -33,7 +33,13 @@ from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
-from pdconn.router.handover.tries import INTERNAL_ERROR, EngineTries, may_repeat, status_of
+from pdconn.router.handover.tries import (
+    INTERNAL_ERROR,
+    MOST_BROKEN,
+    EngineTries,
+    may_repeat,
+    status_of,
+)
 from pdconn.router.openai.bodies import (
     decode_body,
     find_ticket,
@@ -362,6 +368,9 @@ class Handover:
         try:
             return await self._decode(request, (candidate,))
         except NoEngineLeft:
+            # As where engines are tried one after the other: it may be its own fault.
+            if request.num_broken(Role.DECODE) >= MOST_BROKEN:
+                raise
             if not self.router.eligible(Role.DECODE, request):
                 raise
             return None

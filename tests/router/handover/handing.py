@@ -143,6 +143,9 @@ class Handing:
 
     def close(self) -> None:
         """Leave no task behind."""
+        for name, client in self.clients.items():
+            if not client.task.done():
+                self.leave(name)
 
         async def end() -> None:
             await self.handover.prefill.pulls.close(0.0)

@@ -50,17 +50,6 @@ async def test_the_next_decode_engine_gets_the_same_ticket_if_the_first_was_not_
 
 
 @in_loop
-async def test_a_ticket_that_died_with_its_engine_is_not_presented_again():
-    async with deployment(num_decode=2) as d:
-        dying, alive = d.decode
-        dying.script = reset
-        assert (await d.complete()).body == ANSWER
-        assert "kv_transfer_params" in dying.seen[0].body
-        assert "kv_transfer_params" not in alive.seen[0].body
-        assert d.metric("direct_requests_total", reason="ticket_spent") == 1
-
-
-@in_loop
 async def test_a_prefill_engine_that_dies_with_a_request_is_replaced():
     async with deployment(num_prefill=2) as d:
         d.prefill[0].script = reset

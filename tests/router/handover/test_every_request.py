@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -36,7 +35,7 @@ from pdconn.router.handover.tries import MOST_BROKEN
 from pdconn.router.metric_table import TicketEnd
 from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.scripted.client import EngineAsk
-from tests.property.scale import holds, notices
+from tests.property.scale import LawMachine, holds, notices
 from tests.router.handover.handing import PATIENCE_S, Client, Handing
 
 WHICH = st.integers(0, 99)
@@ -46,18 +45,25 @@ FIRST_EVENT = b'data: {"error": {"message": "x", "code": 500}}\n\n'
 STREAM = {"Content-Type": "text/event-stream"}
 
 
-class HandoverMachine(RuleBasedStateMachine):
+class HandoverMachine(LawMachine):
     """Requests come, engines answer and fail, clients leave, and time passes."""
 
     world: Handing
 
     @initialize(
-        num_prefill=st.integers(1, 3), num_decode=st.integers(1, 4), require_prefill=st.booleans()
+        num_prefill=st.integers(1, 3),
+        num_decode=st.integers(1, 4),
+        require_prefill=st.booleans(),
+        has_prefill=st.sampled_from([True, True, False]),
     )
-    def start(self, num_prefill: int, num_decode: int, require_prefill: bool) -> None:
+    def start(
+        self, num_prefill: int, num_decode: int, require_prefill: bool, has_prefill: bool
+    ) -> None:
         self.world = Handing(num_prefill, num_decode, require_prefill=require_prefill)
         self.requires = require_prefill
-        self.seen = 0
+        if not has_prefill:  # it is known by the first request
+            self.world.client.down.update(self.world.prefill)
+            self.arrive(is_direct=False, is_lent=False, steps=0)
 
     # Clients
 
@@ -189,19 +195,19 @@ class HandoverMachine(RuleBasedStateMachine):
                 error = client.task.exception()
                 assert error is None or isinstance(error, Refusal), repr(error)
 
-    def teardown(self) -> None:
+    def check_end(self) -> None:
         """Engines are well again and answer: every request ends, and nothing is left."""
         world = self.world
-        try:
-            self.drain()
-            for name, client in world.clients.items():
-                self.check_end(name, client)
-            self.check_tickets()
-            unclosed = [one for one in world.client.responses if not one.num_closed]
-            assert not unclosed, f"answers that are open: {[one.status for one in unclosed]}"
-            assert not world.num_under_way(), "engines are thought to have requests"
-        finally:
-            world.close()
+        self.drain()
+        for name, client in world.clients.items():
+            self.check_client(name, client)
+        self.check_tickets()
+        unclosed = [one for one in world.client.responses if not one.num_closed]
+        assert not unclosed, f"answers that are open: {[one.status for one in unclosed]}"
+        assert not world.num_under_way(), "engines are thought to have requests"
+
+    def close(self) -> None:
+        self.world.close()
 
     def drain(self) -> None:
         world = self.world
@@ -216,7 +222,7 @@ class HandoverMachine(RuleBasedStateMachine):
                 return
         raise AssertionError(f"{self.waiting()} wait for ever")
 
-    def check_end(self, name: str, client: Client) -> None:
+    def check_client(self, name: str, client: Client) -> None:
         """It has its answer, an error, or a client that has left."""
         if client.task.cancelled():
             assert client.left_after is not None, f"{name} was cancelled, and its client waits"

@@ -19,7 +19,7 @@ from pdconn.router.handover.tries import ELSEWHERE, retry_after_s, status_of
 from pdconn.router.router_server import Limits
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
-from tests.fakes.fake_engine import ANSWER, CHUNKS, FakeEngine, Seen, error, reset
+from tests.fakes.fake_engine import ANSWER, CHUNKS, FakeEngine, Seen, error
 
 deployment = partial(deployed, limits=Limits(first_backoff_s=0.05, last_returns_s=0.2))
 
@@ -96,17 +96,6 @@ async def test_decode_computes_if_every_prefill_engine_refuses(status):
         assert [len(engine.seen) for engine in d.prefill] == [1, 1]
         assert not d.decode[0].seen[0].params
         assert d.metric("direct_requests_total", reason="prefill_error") == 1
-
-
-@in_loop
-async def test_a_ticket_that_decode_had_is_not_given_to_another():
-    async with deployment(num_decode=2) as d:
-        bad, good = d.decode
-        bad.script = refusing(503)
-        assert (await d.complete(stream=True)).body == b"".join(CHUNKS)
-        assert bad.seen[0].params["lease"] == "lease-1"
-        assert not good.seen[0].params
-        assert d.metric("direct_requests_total", reason="ticket_spent") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -226,18 +215,6 @@ async def test_where_prefill_is_required_decode_computes_nothing(role):
         tickets = [seen.params for engine in d.decode for seen in asked(engine)]
         assert all(tickets)
         assert len(tickets) == (0 if role == "prefill" else 1)
-
-
-@pytest.mark.parametrize("how", ["broken", "500"])
-@in_loop
-async def test_a_request_that_breaks_engines_does_not_break_all_of_them(how):
-    script = reset if how == "broken" else refusing(500)
-    async with deployment(num_prefill=4, num_decode=4) as d:
-        for engine in (*d.prefill, *d.decode):
-            engine.script = script
-        assert (await d.complete()).status in (500, 503)
-        assert sum(bool(asked(engine)) for engine in d.prefill) == 2
-        assert sum(bool(asked(engine)) for engine in d.decode) == 2
 
 
 # Engines that do it again and again

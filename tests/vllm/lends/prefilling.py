@@ -161,6 +161,8 @@ class Prefilling:
             known = [one for one in self.lent if one.ticket == ticket and not one.is_revoked]
             for one in known:
                 assert CLOCK() - one.at <= LEASE_S / 2, f"{one} is shared, and is about to end"
+                assert one.ticket.request_id in self.side.pins, f"{one} is shared, and has ended"
+                assert one.first == firsts[answer.request_id], f"{one} is shared, by another prompt"
             self.lent += [] if known else [Lent(ticket, firsts[answer.request_id], CLOCK())]
 
     def blocks(self, name: str) -> tuple[int, ...]:

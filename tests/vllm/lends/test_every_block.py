@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -31,7 +30,7 @@ pytest.importorskip("vllm")
 
 from pdconn.vllm.prompt import parent_of
 from tests.fakes.scripted.lender import InlineLender
-from tests.property.scale import holds, notices
+from tests.property.scale import LawMachine, holds, notices
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -57,7 +56,7 @@ def _by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending_module, "time", TIME)
 
 
-class PrefillMachine(RuleBasedStateMachine):
+class PrefillMachine(LawMachine):
     """Requests are computed and lent, readers come and go, time passes, and caches are reset."""
 
     engine: Prefilling
@@ -116,7 +115,11 @@ class PrefillMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 4))
     def go_on(self, steps: int) -> None:
         for _ in range(steps):
+            self.engine.lender.turn()
             self.engine.schedule()
+            leases = self.engine.lender.sessions._leases
+            ended = [name for name in self.engine.side.pins._blocks if not leases.is_lent(name)]
+            assert not ended, f"{ended} are not lent, and pinned"
             self.process_one()
 
     def process_one(self) -> None:
@@ -142,7 +145,11 @@ class PrefillMachine(RuleBasedStateMachine):
         """The cache is cleared, and the engine may sleep then."""
         engine, requests = self.engine, list(self.engine.scheduler.requests)
         is_alone = not requests and not engine.memory.passes
+        engine.lender.turn()
+        engine.side.unpin_freed()
+        pinned = set(engine.side.pins._blocks)
         is_reset = engine.scheduler.reset_prefix_cache()
+        assert is_reset or set(engine.side.pins._blocks) == pinned, "taken back, and not reset"
         assert is_reset or not is_alone, "nothing but leases holds blocks, and it is not reset"
         if is_reset:
             assert not len(engine.side.pins), "what was lent before a reset is lent"
@@ -176,7 +183,19 @@ class PrefillMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def bring_back(self, which: int) -> None:
         """A router has chosen one engine for both legs."""
-        self.engine.side.take_back_own(self.pick(which).ticket)
+        lent, lender = self.pick(which), self.engine.lender
+        lender.turn()
+        self.engine.side.unpin_freed()
+        is_newest = not any(
+            one.ticket.request_id == lent.ticket.request_id
+            for one in self.engine.lent
+            if one is not lent
+        )
+        self.engine.side.take_back_own(lent.ticket)
+        lender.turn()
+        name, claimed = lent.ticket.request_id, [one.lent for one in self.engine.claims]
+        if is_newest and lent not in claimed:
+            assert not lender.sessions._leases.is_lent(name), f"{lent} came back, and is lent"
 
     @precondition(lambda self: self.engine.claims)
     @rule(which=WHICH, what=st.sampled_from(["renew", "confirm", "confirm", "give_up"]))
@@ -231,31 +250,31 @@ class PrefillMachine(RuleBasedStateMachine):
             live = [other for other in live if ended.is_lent(other.ticket.request_id)]
             assert not live, f"{one} is lent, beside {live}"
 
-    def teardown(self) -> None:
+    def check_end(self) -> None:
         """Requests end, and time passes: every lease ends, and every block is free."""
         engine = self.engine
-        try:
-            for _ in range(60 * (1 + self.number)):
-                if not engine.scheduler.requests and not engine.memory.passes:
-                    break
-                CLOCK.advance(LEASE_S)
-                self.go_on(1)
-                engine.lender.turn()
-            left = list(engine.scheduler.requests)
-            assert not left, f"{left} wait for ever"
-            CLOCK.advance(3 * LEASE_S)
-            for _ in range(3):
-                engine.lender.turn()
-                self.go_on(1)
-            tables = (
-                engine.side.pins, engine.side.prefixes, engine.side._lent._digests,
-                engine.side._lent._shared, engine.lender.sessions._leases,
-            )  # fmt: skip
-            assert [len(table) for table in tables] == [0] * len(tables), "entries of nothing"
-            assert {block.ref_cnt for block in engine.pool.blocks[1:]} == {0}, "blocks are in use"
-            assert engine.pool.get_num_free_blocks() == NUM_BLOCKS - 1
-        finally:
-            engine.close()
+        for _ in range(60 * (1 + self.number)):
+            if not engine.scheduler.requests and not engine.memory.passes:
+                break
+            CLOCK.advance(LEASE_S)
+            self.go_on(1)
+            engine.lender.turn()
+        left = list(engine.scheduler.requests)
+        assert not left, f"{left} wait for ever"
+        CLOCK.advance(3 * LEASE_S)
+        for _ in range(3):
+            engine.lender.turn()
+            self.go_on(1)
+        tables = (
+            engine.side.pins, engine.side.prefixes, engine.side._lent._digests,
+            engine.side._lent._shared, engine.lender.sessions._leases,
+        )  # fmt: skip
+        assert [len(table) for table in tables] == [0] * len(tables), "entries of nothing"
+        assert {block.ref_cnt for block in engine.pool.blocks[1:]} == {0}, "blocks are in use"
+        assert engine.pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def listed(lent: Lent) -> tuple[int, ...]:
@@ -316,7 +335,38 @@ class DeafToResets(Lending):
         self.unpin_freed()
 
 
-BROKEN = (NeverUnpins, UnpinsAtOnce, TrustsTickets, WaitsForReaders, DeafToResets)
+class KeepsItsOwn(Lending):
+    """Leaves a ticket that came back to its lease."""
+
+    def take_back_own(self, ticket: Any) -> None:
+        pass
+
+
+class TakesBackAlways(Lending):
+    """Takes back what is lent before a reset that cannot be, since a request runs."""
+
+    def take_back(self) -> None:
+        if self._lender is not None:
+            self.unpin_freed()
+            self._lender.revoke_all()
+            self._unpinned_within(1.0)
+
+
+class UnpinsWhatExpired(Lending):
+    """Keeps what its readers have given up until the lease would have ended."""
+
+    def unpin_freed(self) -> None:
+        if self._lender is None:
+            return
+        for lease in self._lender.collect():
+            if lease.why == "expired":
+                self.pins.unpin(lease.request)
+
+
+BROKEN = (
+    NeverUnpins, UnpinsAtOnce, TrustsTickets, WaitsForReaders, DeafToResets, KeepsItsOwn,
+    TakesBackAlways, UnpinsWhatExpired,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -331,6 +381,27 @@ def test_they_notice_blocks_that_are_not_pinned(monkeypatch: pytest.MonkeyPatch)
     """Those of a request that is over are free, and another request's soon."""
     monkeypatch.setattr(pins_module, "pin_blocks", lambda pool, numbers: [])
     notices(PrefillMachine, examples=EXAMPLES, steps=STEPS, what="lent and free")
+
+
+def test_they_notice_a_block_that_two_leases_pin_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = pins_module.LeasePins.pin
+
+    def once(self: Any, name: str, ids: Any, kind: Any, now: float) -> list[str]:
+        new = [[block for block in of if block not in self._leases_of] for of in ids]
+        return pin(self, name, new, kind, now)
+
+    monkeypatch.setattr(pins_module.LeasePins, "pin", once)
+    notices(PrefillMachine, examples=EXAMPLES, steps=STEPS)
+
+
+def test_they_notice_children_that_share_a_lease_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forget(self: LentTickets, request_id: str) -> None:
+        self._digests.pop(request_id, None)
+
+    monkeypatch.setattr(LentTickets, "forget_ticket", forget)
+    notices(PrefillMachine, examples=EXAMPLES, steps=STEPS)
 
 
 def test_they_notice_blocks_that_are_unpinned_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
-from dataclasses import replace
 
 import pytest
 
@@ -13,60 +11,12 @@ from pdconn.protocol.messages import PROTOCOL_VERSION, Done, Hello, Reader, enco
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.lends.lending import Lending
-from tests.vllm.lends.scheduler import Clock, Pool, request, settle
-
-
-def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Pool) -> None:
-    params = lending.lend_request(request("r"), ([0, 0, 3, 4], [7]))
-    assert params is not None
-    assert pool.pinned() == [3, 4, 7]
-    lending.unpin_freed()
-    assert pool.pinned() == [3, 4, 7]
-    settle(lending, pool)
-    assert pool.freed == [7, 4, 3]
-
-
-@pytest.mark.parametrize("lease_s", [60.0])
-def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
-    lending: Lending, pool: Pool, lease_s: float
-) -> None:
-    params = lending.lend_request(request("r"), ([3],))
-    assert params is not None
-    ticket = parse_ticket(params)
-    began = time.monotonic()
-    with socket.create_connection((ticket.host, ticket.port)) as reader:
-        done = Done(ticket.request_id, Reader("d", 0, 1), ticket.digest())
-        reader.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", ticket.incarnation), done])))
-        settle(lending, pool)
-    assert pool.freed == [3]
-    assert time.monotonic() - began < lease_s / 2
-
-
-@pytest.mark.parametrize("lease_s", [60.0])
-def test_a_ticket_that_comes_back_to_its_engine_ends_its_lease_and_an_altered_one_does_not(
-    lending: Lending, pool: Pool, lease_s: float
-) -> None:
-    """A client can write another request's name into a ticket."""
-    ticket = parse_ticket(lending.lend_request(request("r"), ([3],)))
-    lending.take_back_own(replace(ticket, num_tokens=ticket.num_tokens - 1))
-    settle(lending, pool, seconds=0.2)
-    assert pool.pinned() == [3]
-    lending.take_back_own(ticket)
-    settle(lending, pool, seconds=lease_s / 2)
-    assert pool.freed == [3]
+from tests.vllm.lends.scheduler import Pool, request, settle
 
 
 def test_nothing_to_lend_is_no_ticket(lending: Lending, pool: Pool) -> None:
     assert lending.lend_request(request("r"), ([0, 0], [])) is None
     assert pool.pinned() == []
-
-
-def test_two_leases_on_one_block_are_two_references(lending: Lending, pool: Pool) -> None:
-    lending.lend_request(request("a"), ([5],))
-    lending.lend_request(request("b"), ([5],))
-    assert pool.blocks[5].ref_cnt == 2
-    settle(lending, pool)
-    assert pool.blocks[5].ref_cnt == 0
 
 
 def test_kernel_blocks_are_lent_and_the_engines_blocks_are_pinned(
@@ -139,22 +89,3 @@ def test_children_of_several_requests_share_nothing(lending: Lending) -> None:
     answers = [lending.lend_request(child, ([3],)) for child in children]
     lent = [parse_ticket(params).request_id for params in answers]
     assert lent == ["0_a", "0_b", "1_a", "c"]
-
-
-@pytest.mark.parametrize("lease_s", [60.0])
-def test_a_child_that_finishes_late_gets_a_lease_that_is_not_about_to_end(
-    lending: Lending, clock: Clock, lease_s: float
-) -> None:
-    names = []
-    for number, waited_s in enumerate((0.0, 0.4 * lease_s, 0.2 * lease_s)):
-        clock.now += waited_s
-        params = lending.lend_request(request(f"{number}_a"), ([3],))
-        names.append(parse_ticket(params).request_id)
-    assert names == ["0_a", "0_a", "2_a"]
-
-
-def test_a_child_whose_sibling_is_not_lent_any_more_is_lent(lending: Lending, pool: Pool) -> None:
-    lending.lend_request(request("0_a"), ([3],))
-    settle(lending, pool)
-    params = lending.lend_request(request("1_a"), ([3],))
-    assert parse_ticket(params).request_id == "1_a"

@@ -17,7 +17,6 @@ from pdconn.protocol.messages import (
     Reader,
     RefusalReason,
     Refused,
-    Renew,
 )
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.lends.lending import Lending
@@ -49,25 +48,6 @@ def test_a_reset_takes_back_what_is_lent_and_succeeds(
 
 
 @pytest.mark.parametrize("lease_s", [60.0])
-def test_a_reset_revokes_what_is_being_read_and_nothing_of_it_is_confirmed(
-    lending: Lending, pool: Pool, lease_s: float
-) -> None:
-    params = lending.lend_request(request("r"), ([3],))
-    assert params is not None
-    ticket, me = parse_ticket(params), Reader("d", 0, 1)
-    with RawReader(lending_port(params), wants="boot") as reader:
-        reader.say(Claim(1, "r", me, ticket.digest()))
-        reader.hear(Granted)
-        began = time.monotonic()
-        assert pool.reset_prefix_cache()
-        assert time.monotonic() - began < lease_s / 2
-        assert pool.freed == [3]
-        for message in (Renew(2, "r", me), Confirm(3, "r", me, ticket.digest())):
-            reader.say(message)
-            assert reader.hear(Refused).why is RefusalReason.ABORTED
-
-
-@pytest.mark.parametrize("lease_s", [60.0])
 def test_a_reset_waits_for_what_is_being_read(lending: Lending, pool: Pool, lease_s: float) -> None:
     """A reset on an engine in use fails no request that is about to be handed over."""
     params = lending.lend_request(request("r"), ([3],))
@@ -89,17 +69,6 @@ def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(lending: Lending, 
     assert pool.reset_prefix_cache()
     pool.touch([pool.blocks[5]])
     assert not pool.reset_prefix_cache(), "a running request's block is not ours to take back"
-
-
-def test_a_reset_that_cannot_succeed_takes_nothing_back(lending: Lending, pool: Pool) -> None:
-    """A request is running: vLLM resets nothing, and what is lent must not be lost for that."""
-    lending.lend_request(request("r"), ([3],))
-    pool.touch([pool.blocks[5]])
-    assert not pool.reset_prefix_cache()
-    assert pool.pinned() == [3, 5]
-    pool.free_blocks([pool.blocks[5]])
-    assert pool.reset_prefix_cache()
-    assert pool.pinned() == []
 
 
 # Shutdown

@@ -128,8 +128,11 @@ class Decoding:
         self.engine.schedule()
         step = self.engine.in_flight[-1]
         self.memory.begin_step(self.scheduler, step)
-        for worker in self.workers:
+        for worker, puller in zip(self.workers, self.pullers, strict=True):
             worker.apply(step.kv_connector_metadata)
+            for name, pull in puller.pulls.items():
+                is_useless = self.asked[name].is_aborted
+                assert pull.is_cancelled or not is_useless, f"{name} has left, and is pulled"
 
     def process(self) -> None:
         """The oldest step runs, and every rank reports."""

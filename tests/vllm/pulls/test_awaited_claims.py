@@ -111,28 +111,6 @@ def test_a_claim_that_fails_or_is_lost_leaves_the_request_to_the_store(
     assert len(engine.side) == 0
 
 
-def test_a_grant_lost_while_there_are_no_blocks_is_no_longer_promised() -> None:
-    engine, asked = Asked(), request()
-    engine.arrive(asked)
-    engine.grant("d")
-    assert matched(engine.side, asked, 0) == (39, True), "and no blocks were free"
-    engine.told("d", 0, GONE)
-    assert matched(engine.side, asked, 0) == (0, False)
-
-
-def test_a_claim_that_is_lost_when_there_are_blocks_is_the_pulls_matter() -> None:
-    engine, asked = Asked(), request()
-    engine.arrive(asked)
-    engine.grant("d")
-    matched(engine.side, asked, 0)
-    allocated(engine.side, asked, BLOCKS, 39)
-    engine.told("d", 0, GONE)
-    assert kinds(engine.side.take_commands()) == [ReadBlocks]
-    assert len(engine.side) == 1, "until the workers report"
-    engine.side.end_pull("d")
-    assert len(engine.side) == 0
-
-
 @pytest.mark.parametrize("num_local", [39, 64])
 def test_a_full_local_hit_waits_for_no_claim(num_local: int) -> None:
     engine, asked = Asked(), request()
@@ -140,18 +118,6 @@ def test_a_full_local_hit_waits_for_no_claim(num_local: int) -> None:
     assert matched(engine.side, asked, num_local) == (0, False)
     allocated(engine.side, asked, BLOCKS, 0)
     assert engine.side.take_commands() == [CancelPull("d")]
-
-
-def test_a_request_aborted_while_it_waits_gives_its_claim_up_and_hears_nothing_more() -> None:
-    engine, asked = Asked(), request()
-    engine.arrive(asked)
-    assert matched(engine.side, asked, 0) == (None, False)
-    finished(engine.side, asked)
-    engine.told("d", 0)
-    engine.told("d", 1, GONE)
-    assert engine.side.take_commands() == [CancelPull("d")]
-    assert len(engine.side) == 0
-    assert engine.side.take_counts() == {}
 
 
 def test_what_is_told_of_an_earlier_request_of_the_same_name_is_left_out() -> None:

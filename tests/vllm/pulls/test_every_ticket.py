@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -33,7 +32,7 @@ from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, ReadBlocks
 from pdconn.vllm.prompt import parent_of
 from tests.fakes.scripted.puller import ScriptedPull
-from tests.property.scale import holds, notices
+from tests.property.scale import LawMachine, holds, notices
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,7 +51,7 @@ EXAMPLES, STEPS = 200, 30
 """Orders of events until a broken engine is noticed, at most, and events of each."""
 
 
-class DecodeMachine(RuleBasedStateMachine):
+class DecodeMachine(LawMachine):
     """Requests come and go, steps are scheduled and run, ranks grant, lose, read, and hang."""
 
     engine: Decoding
@@ -236,23 +235,23 @@ class DecodeMachine(RuleBasedStateMachine):
                 assert (command.ticket, parent) not in self.begun, command.request
         self.read = len(asked)
 
-    def teardown(self) -> None:
+    def check_end(self) -> None:
         """Lenders answer, reads settle, and the engine steps: everything ends, and ends well."""
         engine = self.engine
-        try:
-            self.drain()
-            for one in engine.asked.values():
-                expected = one.ends if one.is_aborted else [self.end_of(one)]
-                assert one.ends == expected, f"{one} ended {one.ends}, expected {expected}"
-                assert len(one.ends) <= 1
-            tables: tuple[Sized, ...] = (
-                engine.side, engine.side._pulling, engine.side._patience,
-                engine.side._pulled.quarantine, *(puller.pulls for puller in engine.pullers),
-            )  # fmt: skip
-            assert [len(table) for table in tables] == [0] * len(tables), "entries of nothing"
-            assert engine.pool.get_num_free_blocks() == NUM_BLOCKS - 1, "blocks are in use"
-        finally:
-            engine.close()
+        self.drain()
+        for one in engine.asked.values():
+            expected = one.ends if one.is_aborted else [self.end_of(one)]
+            assert one.ends == expected, f"{one} ended {one.ends}, expected {expected}"
+            assert len(one.ends) <= 1
+        tables: tuple[Sized, ...] = (
+            engine.side, engine.side._pulling, engine.side._patience,
+            engine.side._pulled.quarantine, *(puller.pulls for puller in engine.pullers),
+        )  # fmt: skip
+        assert [len(table) for table in tables] == [0] * len(tables), "entries of nothing"
+        assert engine.pool.get_num_free_blocks() == NUM_BLOCKS - 1, "blocks are in use"
+
+    def close(self) -> None:
+        self.engine.close()
 
     def drain(self) -> None:
         for _ in range(60 * (1 + len(self.engine.asked))):
@@ -364,9 +363,48 @@ class TakesOthers(Pulling):
         tracked.checked = True
 
 
+class PullsForNobody(Pulling):
+    """Lets the pull of a request that has left go on."""
+
+    def request_finished(self, request: Any, blocks: Any, num_computed: int) -> None:
+        super().request_finished(request, blocks, num_computed)
+        if self._tracked.get(request.request_id) is not None:
+            self._commands.remove(CancelPull(request.request_id))
+
+
+class PullsAgain(Pulling):
+    """Promises a ticket again that was pulled, or has failed, when it is asked again."""
+
+    def update_state_after_alloc(self, request: Any, *args: Any, **more: Any) -> None:
+        given = request.kv_transfer_params
+        again = dict(given) if given and given.get("do_remote_prefill") else None
+        super().update_state_after_alloc(request, *args, **more)
+        if again is not None:
+            request.kv_transfer_params = again
+
+    def end_pull(self, request_id: str) -> None:
+        tracked = self._tracked.get(request_id)
+        super().end_pull(request_id)
+        if tracked is not None and not tracked.over:
+            self._tracked[request_id] = tracked
+            tracked.pulling = False
+
+
+class HearsTooLate(Pulling):
+    """Takes what is told of a claim for news, though its request has blocks, or has left."""
+
+    def note_claims(self, outcomes: Iterable[ClaimOutcome]) -> None:
+        for one in outcomes:
+            tracked = self._tracked[one.request]
+            if one.problem is None:
+                tracked.claim.granted.add(one.rank)
+            elif tracked.ticket is not None and tracked.problem is None:
+                self._lost(one.request, one.problem)
+
+
 BROKEN = (
-    KeepsClaims, GivesUpTwice, PromisesTooEarly, DeafToLosses, ForgetsAborted, ForgetsSleep,
-    TakesOthers,
+    PullsForNobody, PullsAgain, HearsTooLate, KeepsClaims, GivesUpTwice, PromisesTooEarly,
+    DeafToLosses, ForgetsAborted, ForgetsSleep, TakesOthers,
 )  # fmt: skip
 
 

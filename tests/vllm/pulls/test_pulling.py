@@ -102,50 +102,6 @@ def test_a_local_hit_is_not_pulled_again() -> None:
     assert read.need.tokens == (range(32, 39),) * 2
 
 
-def test_a_full_local_hit_gives_the_claim_up_and_reports_nothing() -> None:
-    side, asked = consumer(), request()
-    side.on_new_request(asked)
-    assert matched(side, asked, 39) == (0, False)
-    allocated(side, asked, BLOCKS, 0)
-    assert kinds(side.take_commands()) == [ClaimTicket, CancelPull]
-    assert len(side) == 0
-
-
-def test_a_request_rejected_at_its_arrival_gives_its_claim_up() -> None:
-    side, asked = consumer(), request()
-    side.on_new_request(asked)
-    finished(side, asked)
-    commands = side.take_commands()
-    assert kinds(commands) == [ClaimTicket, CancelPull]
-    assert {command.request for command in commands} == {"d"}
-    assert len(side) == 0
-
-
-def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None:
-    side, asked = consumer(), request()
-    side.on_new_request(asked)
-    matched(side, asked, 0)
-    allocated(side, asked, BLOCKS, 39)
-    assert not side.is_over("d")
-    finished(side, asked)
-    assert side.is_over("d")
-    assert side.take_commands()[-1] == CancelPull("d")
-    assert len(side) == 1
-    side.end_pull("d")
-    assert len(side) == 0
-    assert side.is_over("d")
-
-
-def test_the_engine_is_not_asked_to_pull_twice() -> None:
-    """A pull that failed is recomputed, not pulled again; so is a preempted request."""
-    side, asked = consumer(recompute=True), request()
-    side.on_new_request(asked)
-    matched(side, asked, 0)
-    allocated(side, asked, BLOCKS, 39)
-    side.end_pull("d")
-    assert matched(side, asked, 0) == (0, False)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -304,19 +260,6 @@ def test_siblings_without_prefix_caching_pull_each_for_itself() -> None:
     commands = side.take_commands()
     assert len({command.pull for command in commands if isinstance(command, ClaimTicket)}) == 2
     assert kinds(commands).count(ReadBlocks) == 2
-
-
-def test_a_sibling_that_comes_too_late_computes_for_itself() -> None:
-    side, first, late = consumer(), request("0_d"), request("1_d")
-    side.on_new_request(first)
-    matched(side, first, 0)
-    allocated(side, first, BLOCKS, 39)
-    side.end_pull("0_d")
-    side.take_commands()
-    side.on_new_request(late)
-    assert matched(side, late, 0) == (0, False)
-    allocated(side, late, BLOCKS, 0)
-    assert side.take_commands() == []
 
 
 def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -> None:
