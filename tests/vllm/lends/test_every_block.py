@@ -358,9 +358,9 @@ class UnpinsWhatExpired(Lending):
     def unpin_freed(self) -> None:
         if self._lender is None:
             return
-        for lease in self._lender.collect():
+        for lease in self._lender.take_freed():
             if lease.why == "expired":
-                self.pins.unpin(lease.request)
+                self.pins.unpin_lease(lease.request)
 
 
 BROKEN = (
