@@ -38,7 +38,7 @@ class Scripted(SchedulerPart):
         self.heard.append("asked")
         return self.answer
 
-    def note_answer(self, request: Any) -> None:
+    def note_matched_tokens(self, request: Any) -> None:
         self.heard.append("answered")
 
     def update_state_after_alloc(

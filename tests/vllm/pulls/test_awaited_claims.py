@@ -104,7 +104,7 @@ def test_a_claim_that_fails_or_is_lost_leaves_the_request_to_the_store(
     assert engine.side.take_counts() == {"tickets_gone": 1}
     [line] = caplog.messages
     assert "lender=p at localhost:5600" in line
-    assert f"reason={GONE}" in line
+    assert f"ticket dropped: {GONE} " in line
     allocated(engine.side, asked, BLOCKS, 0)
     finished(engine.side, asked)
     assert engine.side.take_commands() == []
