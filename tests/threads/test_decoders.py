@@ -75,7 +75,7 @@ def test_no_room_of_the_connector_decodes_a_type_it_has_no_decoder_of() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if not ELSEWHERE & set(path.relative_to(ROOT).parts)
     ]
-    assert ROOT / "pdconn/store/format/footer.py" in rooms
+    assert ROOT / "pdconn/store/format/row.py" in rooms
     found = {path: lazy_decodes(path.read_text(encoding="utf-8")) for path in rooms}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
