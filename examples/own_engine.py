@@ -4,8 +4,7 @@
 
 Both know the same prompt of 1024 tokens, and a model of two groups of layers: full attention,
 and a sliding window of 128 tokens.  The lender keeps KV by layer in blocks of 16 tokens (BLHNC),
-the puller by head in blocks of 32 (BHLNC).  Through the pipe goes the ticket, a line of JSON,
-which a router carries otherwise.  docs/api.md walks through this file.
+the puller by head in blocks of 32 (BHLNC).  The pipe carries the ticket, as a router does.
 """
 
 import argparse
@@ -123,11 +122,9 @@ def pull(wanted: str, line: str) -> str | None:
     memory = RegisteredKVMemory(open_transport(wanted, "decode"), made.references, made.owners)
     me = Rank("decode", rank=0, of=1, spread=0, references=made.references, traits=TRAITS)
     with memory, Puller(me, memory.transport, verify=Verify.ALWAYS) as puller:
-        puller.post_command(
-            ClaimTicket("r-7", "decode/1", ticket)
-        )  # once it is known; the read, once it has room
+        puller.post_command(ClaimTicket("r-7", "decode/1", ticket))  # when the request arrives
         need = Need.for_range(0, len(PROMPT), tables)
-        puller.post_command(ReadBlocks("r-7", need))  # once it has blocks
+        puller.post_command(ReadBlocks("r-7", need))  # when it has blocks
         while not ((results := puller.take_results()).records or results.failed):
             puller.wait_for_report(timeout_s=1.0)
     if results.failed:

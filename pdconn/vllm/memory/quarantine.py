@@ -39,10 +39,23 @@ class Quarantine:
 
     def end_read(self, request_id: str) -> None:
         """Record that a rank's read has settled; the last one unpins the blocks."""
+        if request_id not in self._held:
+            return  # the report of a step in flight, while the engine has slept
         self._ended[request_id] = self._ended.get(request_id, 0) + 1
         if self._ended[request_id] < len(self._held[request_id]):
             return
-        del self._ended[request_id]
+        self._release(request_id)
+
+    def end_all_reads(self) -> None:
+        """Unpin all blocks: a worker sleeps only once no read can write.
+
+        Reports of reads that settled just before are lost with the worker's puller.
+        """
+        for request_id in list(self._held):
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        self._ended.pop(request_id, None)
         for blocks in self._held.pop(request_id):
             unpin_blocks(self._pool, blocks)
         log.warning("pdconn: blocks released from quarantine: request=%s", request_id)

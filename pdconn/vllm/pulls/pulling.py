@@ -164,6 +164,7 @@ class Pulling(SchedulerPart):
         # claim their tickets again, and pulls have failed.
         if has_slept:
             self._commands.clear()
+            self._pulled.quarantine.end_all_reads()
             for request_id, tracked in self._tracked.items():
                 if tracked.pulling:
                     self._commands.append(FailPull(request_id, "the engine has slept"))

@@ -1,6 +1,6 @@
 """The router's connections to engines, of which a test says how each ends.
 
-What the router makes of an answer is real (:class:`~pdconn.router.fleet.client.EngineAnswer`).
+What the router makes of an answer is real (``EngineAnswer`` of its ``fleet.engine_client``).
 ``test_client.py`` beside it gives it and the real client the same ends.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import ConnectFailed, Delivery, EngineAnswer
+from pdconn.router.fleet.engine_client import ConnectFailed, Delivery, EngineAnswer
 from pdconn.router.openai.bodies import RETURN_MODEL
 from tests.fakes.fake_engine import ANSWER, MODEL, TICKET
 
@@ -92,7 +92,7 @@ class EngineAsk:
 
 
 class ScriptedClient:
-    """Stands for :class:`~pdconn.router.fleet.client.EngineClient`.
+    """Stands for :class:`~pdconn.router.fleet.engine_client.EngineClient`.
 
     Attributes:
         asks: every request with a body, in order.

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, Delivery, EngineClient
+from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, Delivery, EngineClient
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, FakeEngine, Leases, Seen, error, hang, reset
 from tests.fakes.scripted.client import ScriptedClient

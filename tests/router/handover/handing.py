@@ -11,20 +11,20 @@ from typing import Any
 
 from multidict import CIMultiDict
 
-from pdconn.router.access.keys import EngineKey
+from pdconn.router.access.api_keys import EngineKey
 from pdconn.router.assembly import make_handover, make_router
-from pdconn.router.config import ProxyConfig
-from pdconn.router.fleet.client import EngineAnswer
+from pdconn.router.fleet.engine_client import EngineAnswer
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
-from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.tries import EngineTries
-from pdconn.router.limits import Limits
 from pdconn.router.metric_table import TicketEnd
-from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.requests import REQUEST_ID_HEADER, Route, parse_body
+from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.router_limits import Limits
+from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.policy import RoundRobin
 from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.fake_engine import MODEL

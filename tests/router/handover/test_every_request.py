@@ -25,14 +25,14 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdconn.router.errors import HandoverRequired, NoEngineLeft, Refusal
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, IdleConnectionLost
+from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, IdleConnectionLost
 from pdconn.router.handover import tries as tries_module
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import MOST_BROKEN
 from pdconn.router.metric_table import TicketEnd
+from pdconn.router.router_errors import HandoverRequired, NoEngineLeft, Refusal
 from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.scripted.client import EngineAsk
 from tests.property.scale import LawMachine, holds, notices

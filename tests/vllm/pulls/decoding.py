@@ -129,7 +129,7 @@ class Decoding:
         step = self.engine.in_flight[-1]
         self.memory.begin_step(self.scheduler, step)
         for worker, puller in zip(self.workers, self.pullers, strict=True):
-            worker.apply(step.kv_connector_metadata)
+            worker.bind_connector_metadata(step.kv_connector_metadata)
             for name, pull in puller.pulls.items():
                 is_useless = self.asked[name].is_aborted
                 assert pull.is_cancelled or not is_useless, f"{name} has left, and is pulled"
@@ -139,14 +139,14 @@ class Decoding:
         self.memory.end_step()
         outputs: list[Any] = []
         for worker in self.workers:
-            worker.after_pass()
-            results = worker.results()
+            worker.wait_for_save()
+            results = worker.get_transfer_results()
             for name in results.failed_recving:
                 self.asked[name].has_failed = True
             made = KVConnectorOutput(
                 finished_recving=results.finished_recving,
                 failed_recving=results.failed_recving,
-                kv_connector_worker_meta=worker.take_report(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
             )
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=made))
         joined: Any = self._aggregator.aggregate(outputs)

@@ -48,3 +48,22 @@ def test_a_request_under_the_same_name_keeps_its_own_blocks() -> None:
     assert pool.free == []
     quarantine.end_read("r")
     assert pool.free == [1, 2]
+
+
+def test_after_a_sleep_nothing_is_in_quarantine() -> None:
+    pool, quarantine = Pool(), Quarantine()
+    quarantine.bind_gpu_block_pool(pool)
+    for request, block in (("a", 1), ("b", 2), ("b", 2)):
+        quarantine.keep_blocks(request, (block,))
+    pool.free_blocks([pool.blocks[1], pool.blocks[2]])
+    quarantine.end_read("b")
+    quarantine.end_all_reads()
+    assert pool.free == [1, 2]
+    assert len(quarantine) == 0
+    quarantine.end_read("b")  # reported by a step that was in flight
+    quarantine.keep_blocks("b", (3,))
+    assert pool.free == [1, 2]
+    pool.free_blocks([pool.blocks[3]])
+    assert pool.free == [1, 2], "a read of before the sleep does not count"
+    quarantine.end_read("b")
+    assert pool.free == [1, 2, 3]
