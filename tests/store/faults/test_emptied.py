@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -30,7 +31,8 @@ PATIENCE_S = 30.0
 def rm(path: Path) -> None:
     """As ``rm -rf`` does; what the engine makes meanwhile stays."""
     shutil.rmtree(path, ignore_errors=True)
-    path.unlink(missing_ok=True) if not path.is_dir() else None
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        path.unlink()
 
 
 def emptied(root: Path) -> None:
