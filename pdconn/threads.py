@@ -246,6 +246,64 @@ class ThreadDied:
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadTurn(Generic[T]):
+    """Reports of one turn of a thread, in order, and counts of events in it."""
+
+    reports: list[T]
+    counts: dict[str, int]
+
+
+class ThreadReports(Generic[T]):
+    """The engine's end of a thread's outbox: reports and counts until they are taken.
+
+    Attributes:
+        outbox: where the thread puts its turns.
+        reports: taken in, and not removed by the owner yet.
+        counts: likewise.
+        error: why the thread has died; None while it has not.
+    """
+
+    def __init__(self) -> None:
+        self.outbox: Box[ThreadTurn[T] | ThreadDied] = Box()
+        self.reports: list[T] = []
+        self.counts: dict[str, int] = {}
+        self.error: str | None = None
+
+    def take_in(self) -> None:
+        """Take in what the thread has put.  Never blocks."""
+        if not self.outbox.items:  # in most steps
+            return
+        for turn in self.outbox.take_all():
+            if isinstance(turn, ThreadDied):
+                self.error = turn.error
+            else:
+                self.reports += turn.reports
+                for name, amount in turn.counts.items():
+                    self.counts[name] = self.counts.get(name, 0) + amount
+
+    def remove_counts(self) -> dict[str, int]:
+        """Counts since the last call."""
+        self.take_in()
+        counts, self.counts = self.counts, {}
+        return counts
+
+
+def put_turn(
+    outbox: Box[ThreadTurn[T] | ThreadDied], reports: list[T], counts: dict[str, int]
+) -> None:
+    """Move ``reports`` and ``counts`` into ``outbox``; counts alone wake no owner."""
+    if not (reports or counts):
+        return
+    turn = ThreadTurn(reports.copy(), dict(counts))
+    reports.clear()
+    counts.clear()
+    if turn.reports:
+        outbox.put(turn)
+    else:
+        outbox.put_quietly(turn)
+
+
 class Worker(Generic[In]):
     """A thread that takes from ``inbox`` and puts to ``outbox``.
 

@@ -20,7 +20,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.checksums import RankSums
@@ -44,7 +44,15 @@ from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.sidechannel.security import Security
-from pdconn.threads import Box, SelectedBox, ThreadDied, Worker
+from pdconn.threads import (
+    Box,
+    SelectedBox,
+    ThreadDied,
+    ThreadReports,
+    ThreadTurn,
+    Worker,
+    put_turn,
+)
 from transport.closing import Closing
 
 log = logging.getLogger(__name__)
@@ -144,22 +152,18 @@ class Lender(Closing):
         )
         self._clock = clock
         self._inbox: SelectedBox[EngineCommand] = SelectedBox()
-        self._outbox: Box[_LenderTurn | ThreadDied] = Box()
-        self._freed: list[FreedLease] = []
-        self._counts: dict[str, int] = {}
-        self._broken: str | None = None
+        self._reported: ThreadReports[FreedLease] = ThreadReports()
         self.port: int = door.port
-        loop = _LenderLoop(
-            self._inbox, self._outbox, door, welcome, is_summing=is_summing, clock=clock
-        )
-        self._worker = Worker("pdconn-lender", loop.run_lender, self._inbox, self._outbox)
+        outbox = self._reported.outbox
+        loop = _LenderLoop(self._inbox, outbox, door, welcome, is_summing=is_summing, clock=clock)
+        self._worker = Worker("pdconn-lender", loop.run_lender, self._inbox, outbox)
         self._worker.start_thread()
 
     @property
     def counts(self) -> Counter[str]:
         """A copy of the counts since :meth:`take_lease_counts`."""
-        self._take_turns()
-        return Counter(self._counts)
+        self._reported.take_in()
+        return Counter(self._reported.counts)
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
         """Lend the blocks of ``request``, until :meth:`take_freed` returns its lease.
@@ -198,43 +202,21 @@ class Lender(Closing):
         Raises:
             LenderBroken: the lender's thread has died.
         """
-        self._take_turns()
-        if self._broken is not None:
-            raise LenderBroken(self._broken)
-        freed, self._freed = self._freed, []
+        reported = self._reported
+        reported.take_in()
+        if reported.error is not None:
+            raise LenderBroken(reported.error)
+        freed, reported.reports = reported.reports, []
         return freed
 
     def take_lease_counts(self) -> dict[str, int]:
         """Leases, claims, refusals and connections counted since the last call."""
-        self._take_turns()
-        counts, self._counts = self._counts, {}
-        return counts
+        return self._reported.remove_counts()
 
     def close(self) -> None:
         """Stop serving and close every socket.  Idempotent."""
         self._worker.end_thread()
         self._inbox.free_sockets()
-
-    def _take_turns(self) -> None:
-        """Take what the thread has reported."""
-        if not self._outbox.items:
-            return
-        for turn in self._outbox.take_all():
-            if isinstance(turn, ThreadDied):
-                self._broken = turn.error
-            else:
-                self._freed += turn.freed
-                counts = self._counts
-                for name, amount in turn.counts.items():
-                    counts[name] = counts.get(name, 0) + amount
-
-
-@dataclass(frozen=True, slots=True)
-class _LenderTurn:
-    """Leases that ended and events that were counted in a turn of the lender's thread."""
-
-    freed: list[FreedLease]
-    counts: dict[str, int]
 
 
 class _Door:
@@ -271,7 +253,7 @@ class _LenderLoop:
     def __init__(
         self,
         inbox: SelectedBox[EngineCommand],
-        outbox: Box[_LenderTurn | ThreadDied],
+        outbox: Box[ThreadTurn[FreedLease] | ThreadDied],
         door: _Door,
         welcome: Welcome,
         *,
@@ -359,11 +341,7 @@ class _LenderLoop:
 
     def _report(self) -> None:
         """Pass freed leases and counts to the engine's thread."""
-        freed, counts = self._sessions.freed, self._sessions.counts
-        if freed or counts:
-            self._outbox.put(_LenderTurn(freed.copy(), dict(counts)))
-            freed.clear()
-            counts.clear()
+        put_turn(self._outbox, self._sessions.freed, self._sessions.counts)
 
     def _accept(self) -> bool:
         """Accept one connection; whether another may wait."""

@@ -53,7 +53,15 @@ from pdconn.sidechannel.connection import (
     resolve,
 )
 from pdconn.sidechannel.security import Security, Unprotected
-from pdconn.threads import Box, SelectedBox, ThreadDied, Worker
+from pdconn.threads import (
+    Box,
+    SelectedBox,
+    ThreadDied,
+    ThreadReports,
+    ThreadTurn,
+    Worker,
+    put_turn,
+)
 from transport import Transport
 from transport.closing import Closing
 from transport.streams import StreamPoint
@@ -227,14 +235,6 @@ class _Delayed:
     after: StreamPoint | None
 
 
-@dataclass(frozen=True, slots=True)
-class _PullerTurn:
-    """Reports and counts of a turn of the puller's thread."""
-
-    reports: list[Report]
-    counts: dict[str, int]
-
-
 _Posted = Command | _Delayed | LookedUp | HeldTransport | JobResult | ThreadDied
 
 _GPU_POLL_S = 0.0002
@@ -276,12 +276,9 @@ class Puller(Closing):
         clock: Callable[[], float] = steady,
     ) -> None:
         self._inbox: SelectedBox[_Posted] = SelectedBox()
-        self._outbox: Box[_PullerTurn | ThreadDied] = Box()
-        self._reports: list[Report] = []
-        self._counts: dict[str, int] = {}
+        self._reported: ThreadReports[Report] = ThreadReports()
         self._num_unreported = 0
         self._awaited: set[str] = set()
-        self._broken: str | None = None
         selector = selectors.DefaultSelector()
         dialer = SocketDialer(selector, self._inbox, security or Security(), through, resolve)
         make_pulls = partial(
@@ -296,14 +293,15 @@ class Puller(Closing):
         )
         loop = _PullerLoop(
             self._inbox,
-            self._outbox,
+            self._reported.outbox,
             selector=selector,
             dialer=dialer,
             reader=ReaderThread(transport, self._inbox, clock),
             make_pulls=make_pulls,
             clock=clock,
         )
-        self._worker = Worker("pdconn-puller", loop.run_puller, self._inbox, self._outbox)
+        outbox = self._reported.outbox
+        self._worker = Worker("pdconn-puller", loop.run_puller, self._inbox, outbox)
         self._worker.start_thread()
 
     def post_command(self, command: Command, after: StreamPoint | None = None) -> None:
@@ -327,13 +325,14 @@ class Puller(Closing):
         Raises:
             PullerBroken: a thread of the puller has died.
         """
-        self._take_turns()
-        if self._broken is not None:
-            raise PullerBroken(self._broken)
-        if not self._reports:
+        reported = self._reported
+        reported.take_in()
+        if reported.error is not None:
+            raise PullerBroken(reported.error)
+        if not reported.reports:
             return NO_RESULTS
-        results = PullResults.from_reports(self._reports)
-        self._reports.clear()
+        results = PullResults.from_reports(reported.reports)
+        reported.reports.clear()
         self._num_unreported -= len(results.records) + len(results.failed)
         self._awaited.difference_update(outcome.request for outcome in results.claims)
         return results
@@ -343,32 +342,17 @@ class Puller(Closing):
 
         For an engine without other work, whose steps would occupy the cores that the pull needs.
         """
-        if not self._reports and (self._num_unreported > 0 or self._awaited):
-            self._outbox.wait_for_item(timeout_s)
+        if not self._reported.reports and (self._num_unreported > 0 or self._awaited):
+            self._reported.outbox.wait_for_item(timeout_s)
 
     def take_pull_counts(self) -> dict[str, int]:
         """Counts of failed and verified pulls since the last call."""
-        self._take_turns()
-        counts, self._counts = self._counts, {}
-        return counts
+        return self._reported.remove_counts()
 
     def close(self) -> None:
         """Stop both threads and close every socket.  Idempotent."""
         self._worker.end_thread()
         self._inbox.free_sockets()
-
-    def _take_turns(self) -> None:
-        """Take what the thread has reported."""
-        if not self._outbox.items:
-            return
-        for turn in self._outbox.take_all():
-            if isinstance(turn, ThreadDied):
-                self._broken = turn.error
-            else:
-                self._reports += turn.reports
-                counts = self._counts
-                for name, amount in turn.counts.items():
-                    counts[name] = counts.get(name, 0) + amount
 
 
 class _PullerLoop:
@@ -377,7 +361,7 @@ class _PullerLoop:
     def __init__(
         self,
         inbox: SelectedBox[_Posted],
-        outbox: Box[_PullerTurn | ThreadDied],
+        outbox: Box[ThreadTurn[Report] | ThreadDied],
         *,
         selector: selectors.BaseSelector,
         dialer: SocketDialer,
@@ -435,11 +419,9 @@ class _PullerLoop:
         self._take_items()
         self._take_delayed()
         pulls.tick_due(self._clock())
-        if pulls.reports or pulls.counts:
-            self._report()  # before messages to lenders: the engine may be waiting
+        self._report()  # before messages to lenders: the engine may be waiting
         wake_at = pulls.finish_turn()
-        if pulls.reports or pulls.counts:
-            self._report()
+        self._report()
         return wake_at
 
     def _take_items(self) -> None:
@@ -476,11 +458,4 @@ class _PullerLoop:
 
     def _report(self) -> None:
         """Pass reports and counts to the engine's thread."""
-        pulls = self._pulls
-        turn = _PullerTurn(pulls.reports.copy(), dict(pulls.counts))
-        pulls.reports.clear()
-        pulls.counts.clear()
-        if turn.reports:
-            self._outbox.put(turn)
-        else:
-            self._outbox.put_quietly(turn)
+        put_turn(self._outbox, self._pulls.reports, self._pulls.counts)

@@ -61,11 +61,11 @@ def _by_callback(pair: Pair) -> None:
 
 
 def _by_partial(pair: Pair) -> None:
-    loop_of(pair.puller).clock = partial(pair.puller._counts.update, {})
+    loop_of(pair.puller).clock = partial(pair.puller._reported.counts.update, {})
 
 
 def _by_closure(pair: Pair) -> None:
-    reports = pair.puller._reports
+    reports = pair.puller._reported.reports
     loop_of(pair.puller).report = lambda: [reports.clear(), reports.append]
 
 

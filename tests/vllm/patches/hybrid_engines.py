@@ -102,18 +102,24 @@ def started(
     cache = shape.config()
     groups = [_with_further(group, further, is_caching) for group in cache.kv_cache_groups]
     if has_scratch:
-        spec = CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=1, dtype=torch.uint8)
-        groups.append(KVCacheGroupSpec(["scratch"], spec))
-        window: Any = SlidingWindowMLASpec(
-            block_size=tokens,
-            num_kv_heads=1,
-            head_size=1,
-            dtype=torch.uint8,
-            sliding_window=24,
-            bounded_replay=True,
-        )
-        groups.append(KVCacheGroupSpec(["replayed"], window))
+        groups += _scratch_groups(tokens)
     return Engine(config, replace(cache, kv_cache_groups=groups), **sizes)
+
+
+def _scratch_groups(block_tokens: int) -> list[KVCacheGroupSpec]:
+    """A group with a single block for each request, and a window that is computed anew."""
+    spec = CircularBufferSpec(
+        block_size=block_tokens, num_kv_heads=1, head_size=1, dtype=torch.uint8
+    )
+    window: Any = SlidingWindowMLASpec(
+        block_size=block_tokens,
+        num_kv_heads=1,
+        head_size=1,
+        dtype=torch.uint8,
+        sliding_window=24,
+        bounded_replay=True,
+    )
+    return [KVCacheGroupSpec(["scratch"], spec), KVCacheGroupSpec(["replayed"], window)]
 
 
 def _with_further(group: Any, further: int, is_caching: bool) -> Any:
