@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.checksums import RankSums
@@ -30,15 +31,19 @@ from pdconn.lender.sessions import (
     AbortUnclaimed,
     ConnectionLimits,
     EngineCommand,
+    Followed,
+    LenderReport,
     LenderSessions,
     RevokeAll,
     Session,
     Turn,
 )
+from pdconn.lender.streams import StreamCompletion, StreamGrowth, StreamOffer
 from pdconn.lifecycle.admission import AdmissionControl
 from pdconn.lifecycle.lease import FreedLease, LeaseOffer
 from pdconn.protocol.errors import ProtocolError
-from pdconn.protocol.messages import Welcome, decode_from_reader
+from pdconn.protocol.messages import GrownBlocks, Welcome, decode_from_reader
+from pdconn.protocol.ticket import Ticket
 from pdconn.sidechannel.advertise import is_wildcard, local_host
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
@@ -56,6 +61,8 @@ from pdconn.threads import (
 from transport.closing import Closing
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R", FreedLease, Followed)
 
 _AT_ONCE = 32
 """Sockets that are read before the messages of the first one are handled."""
@@ -152,7 +159,7 @@ class Lender(Closing):
         )
         self._clock = clock
         self._inbox: SelectedBox[EngineCommand] = SelectedBox()
-        self._reported: ThreadReports[FreedLease] = ThreadReports()
+        self._reported: ThreadReports[LenderReport] = ThreadReports()
         self.port: int = door.port
         outbox = self._reported.outbox
         loop = _LenderLoop(self._inbox, outbox, door, welcome, is_summing=is_summing, clock=clock)
@@ -180,6 +187,28 @@ class Lender(Closing):
         now = self._clock()
         self._inbox.put_before(LeaseOffer(request, ticket, ttl_s, now), now + ttl_s)
 
+    def open_stream(
+        self, request: str, stream: str, header: tuple[int, str, str], ttl_s: float
+    ) -> None:
+        """Let readers that know ``stream`` follow ``request``, which is about to be computed.
+
+        Its lease grows until :meth:`complete_stream` or :meth:`abort_lease`.
+
+        Args:
+            header: tokens that will be lent, the digest of the prompt, and that of its adapter.
+            ttl_s: how long each claim and each renewal hold.
+        """
+        self._inbox.put(StreamOffer(request, stream, *header, ttl_s, self._clock()))
+
+    def grow_stream(self, request: str, blocks: tuple[GrownBlocks, ...]) -> None:
+        """Announce blocks that are written; they stay as they are until the lease has ended."""
+        self._inbox.put(StreamGrowth(request, blocks))
+
+    def complete_stream(self, stream: str, ticket: Ticket, ttl_s: float) -> None:
+        """As :meth:`lend`, for the request of a stream, opened or not, that ``ticket`` is of."""
+        offer = LeaseOffer(ticket.request_id, ticket.digest(), ttl_s, self._clock())
+        self._inbox.put(StreamCompletion(offer, stream, ticket))
+
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
         """Add the sums that ``rank`` made of what ``request`` lends, for readers that verify."""
         self._inbox.put(RankSums(request, rank, sums))
@@ -202,12 +231,26 @@ class Lender(Closing):
         Raises:
             LenderBroken: the lender's thread has died.
         """
+        return self._take_reports(FreedLease)
+
+    def take_followed(self) -> list[Followed]:
+        """Requests whose streams readers have begun to follow since the last call.  Never blocks.
+
+        Raises:
+            LenderBroken: the lender's thread has died.
+        """
+        return self._take_reports(Followed)
+
+    def _take_reports(self, kind: type[R]) -> list[R]:
         reported = self._reported
         reported.take_in()
         if reported.error is not None:
             raise LenderBroken(reported.error)
-        freed, reported.reports = reported.reports, []
-        return freed
+        if not reported.reports:  # in most steps
+            return []
+        found = [report for report in reported.reports if isinstance(report, kind)]
+        reported.reports = [report for report in reported.reports if not isinstance(report, kind)]
+        return found
 
     def take_lease_counts(self) -> dict[str, int]:
         """Leases, claims, refusals and connections counted since the last call."""
@@ -253,7 +296,7 @@ class _LenderLoop:
     def __init__(
         self,
         inbox: SelectedBox[EngineCommand],
-        outbox: Box[ThreadTurn[FreedLease] | ThreadDied],
+        outbox: Box[ThreadTurn[LenderReport] | ThreadDied],
         door: _Door,
         welcome: Welcome,
         *,
@@ -341,7 +384,7 @@ class _LenderLoop:
 
     def _report(self) -> None:
         """Pass freed leases and counts to the engine's thread."""
-        put_turn(self._outbox, self._sessions.freed, self._sessions.counts)
+        put_turn(self._outbox, self._sessions.reports, self._sessions.counts)
 
     def _accept(self) -> bool:
         """Accept one connection; whether another may wait."""
@@ -442,6 +485,7 @@ class _LenderLoop:
         connection = self._connections.pop(session, None)
         if connection is None:
             return
+        session.leaving = True
         log.debug("pdconn: connection closed: %s peer=%r", why, session.name)
         self._admission.remove_session(session)
         connection.close()

@@ -19,9 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdconn.lender.checksums import ChecksumResponder, RankSums
+from pdconn.lender.streams import (
+    PARK_S,
+    StreamCompletion,
+    StreamGrowth,
+    StreamOffer,
+    StreamTable,
+)
 from pdconn.lifecycle import lease
 from pdconn.lifecycle.admission import AdmissionLimits
-from pdconn.lifecycle.lease import Denied, FreedLease, LeaseOffer, LeaseTable
+from pdconn.lifecycle.lease import Denied, FreedLease, LeaseOffer, LeaseTable, refusal_after
 from pdconn.protocol.errors import MessageError, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -33,10 +40,12 @@ from pdconn.protocol.messages import (
     Describe,
     Described,
     Done,
+    Follow,
     FromLender,
     FromReader,
     Granted,
     Hello,
+    Parked,
     Reader,
     RefusalReason,
     Refused,
@@ -97,7 +106,20 @@ class RevokeAll:
     """Free all lent blocks now; reads of them are not confirmed."""
 
 
-EngineCommand = LeaseOffer | Abort | AbortUnclaimed | AbortAll | RevokeAll | RankSums
+StreamCommand = StreamOffer | StreamGrowth | StreamCompletion
+EngineCommand = (
+    LeaseOffer | StreamCommand | Abort | AbortUnclaimed | AbortAll | RevokeAll | RankSums
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A reader follows the stream of ``request``, which the engine is computing."""
+
+    request: str
+
+
+LenderReport = FreedLease | Followed
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +164,7 @@ class LenderSessions:
         limits: bounds of what sessions may request.
 
     Attributes:
-        freed: leases that ended, in order; the owner empties it.
+        reports: leases that ended, and requests that are followed, in order; the owner empties it.
         counts: event counts; the owner adds to them and empties them.
 
     Used by one thread.
@@ -168,13 +190,19 @@ class LenderSessions:
         )
         self._claimants: dict[str, set[Session]] = {}
         self._pending: list[Session] = []
-        self.freed: list[FreedLease] = []
+        self._streams: StreamTable[Session] = StreamTable()
+        self.reports: list[LenderReport] = []
         self.counts: Counter[str] = Counter()
 
     @property
     def num_lent(self) -> int:
         """Leases that have not ended."""
         return len(self._leases)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not ended, and readers that wait for others."""
+        return len(self._streams)
 
     @property
     def num_summed(self) -> int:
@@ -186,22 +214,59 @@ class LenderSessions:
         if isinstance(command, LeaseOffer):
             self.counts["lent"] += 1
             self._leases.add_lease(command)
+        elif isinstance(command, StreamCommand):
+            self._apply_stream_command(command, now)
         elif isinstance(command, Abort):
+            self._close_stream(command.request, RefusalReason.ABORTED)
             self._free(self._leases.abort_lease(command.request, now))
         elif isinstance(command, AbortUnclaimed):
             self._free(self._leases.abort_unclaimed(command.request, now))
         elif isinstance(command, AbortAll):
+            for request in self._streams.growing():
+                self._close_stream(request, RefusalReason.ABORTED)
             self._free(self._leases.abort_all(now))
         elif isinstance(command, RevokeAll):
             self._free(self._leases.revoke_all())
         elif self._is_summing and self._leases.is_lent(command.request):
             self._checksums.add_rank_sums(command)
 
+    def _apply_stream_command(self, command: StreamCommand, now: float) -> None:
+        """Open, grow or complete a stream, and have its readers hear of it."""
+        if isinstance(command, StreamOffer):
+            self._leases.add_lease(command.lease)
+            self._open_stream(command, now)
+        elif isinstance(command, StreamGrowth):
+            for session, reply in self._streams.grow(command):
+                self._reply_later(session, reply)
+        else:
+            self.counts["lent"] += 1
+            self._leases.add_lease(command.offer)
+            for session, reply in self._streams.complete(command):
+                self._reply_later(session, reply)
+            if not self._streams.has_stream(command.offer.request):
+                # Its adapter was not known before, or its lease has ended.
+                self._open_stream(command.opening, now)
+                for session, reply in self._streams.complete(command):
+                    self._reply_later(session, reply)
+
+    def _open_stream(self, offer: StreamOffer, now: float) -> None:
+        """Open a stream, and let the readers that wait for it follow it."""
+        self.counts["streams"] += 1
+        for session, follow in self._streams.open_stream(offer):
+            if not session.leaving:
+                self._follow(session, follow, now)
+                self._pending.append(session)
+
     def turn(self, now: float) -> Turn:
         """Free the leases that have expired, and make at most one checksum answer."""
         freed, wake_at = self._leases.free_expired(now), self._leases.next_expiry()
         if freed:
             self._free(freed)
+        for session, follow in self._streams.take_overdue(now):
+            detail = f"no request with this stream has arrived within {PARK_S:g} s"
+            self._reply_later(session, self._refuse(follow, RefusalReason.UNKNOWN, detail))
+        due = self._streams.next_deadline()
+        wake_at = due if wake_at is None else min(wake_at, due)
         if self._is_summing:
             answer = self._checksums.make_answer()
             if answer is not None:
@@ -209,7 +274,7 @@ class LenderSessions:
             if self._checksums.has_work:
                 wake_at = now
         pending, self._pending = self._pending, []
-        return Turn(pending, math.inf if wake_at is None else wake_at)
+        return Turn(pending, wake_at)
 
     def handle_messages(self, session: Session, messages: list[FromReader], now: float) -> None:
         """Handle a session's messages.  The first invalid one is rejected and ends the session."""
@@ -247,9 +312,12 @@ class LenderSessions:
             raise MessageError("first message", "hello", type(message).__name__.lower())
         elif isinstance(message, Renew):
             self.counts["renewals"] += 1
-            session.replies.append(_reply(message, self._renew(session, message, now)))
+            answer = self._renew(session, message, now)
+            session.replies.append(_reply(message.seq, message.request, message.reader, answer))
         elif isinstance(message, Claim):
             self._claim(session, message, now)
+        elif isinstance(message, Follow):
+            self._follow(session, message, now)
         elif isinstance(message, Confirm):
             self._confirm(session, message, now)
         elif isinstance(message, Done):
@@ -272,20 +340,73 @@ class LenderSessions:
 
     def _claim(self, session: Session, message: Claim, now: float) -> None:
         self.counts["claims"] += 1
-        answer: lease.Grant | Denied
-        if session.num_claims >= self._limits.claims:
-            detail = f"this connection holds {self._limits.claims} claims"
-            answer = Denied(RefusalReason.TOO_MANY, detail)
-        else:
+        answer: lease.Grant | Denied | None = self._too_many_claims(session)
+        if answer is None:
             answer = self._leases.claim_lease(message.request, message.reader, message.ticket, now)
+        self._claimed(session, message.request, message.reader, answer)
+        session.replies.append(_reply(message.seq, message.request, message.reader, answer))
+
+    def _follow(self, session: Session, message: Follow, now: float) -> None:
+        """Grant a claim on the lease that grows with a stream, or let the reader wait for it."""
+        streams, reader = self._streams, message.reader
+        # 1. The stream has ended, or the connection holds too many claims.
+        why, denied = streams.why_ended(message.stream), self._too_many_claims(session)
+        if why is not None:
+            session.replies.append(self._refuse(message, why, "the stream has ended"))
+            return
+        if denied is not None:
+            session.replies.append(self._refuse(message, denied.why, denied.detail))
+            return
+        # 2. Its request has not arrived.
+        request = streams.request_of(message.stream)
+        if request is None:
+            if streams.park_reader(session, message, now):
+                parked = Parked(message.seq, message.stream, reader.pull, int(PARK_S * 1000))
+                session.replies.append(parked)
+            else:
+                detail = "too many readers wait for streams"
+                session.replies.append(self._refuse(message, RefusalReason.TOO_MANY, detail))
+            return
+        # 3. Its request is being computed, or is lent.
+        self.counts["follows"] += 1
+        answer = self._leases.follow_lease(request, reader, now)
+        self._claimed(session, request, reader, answer)
+        reply = _reply(message.seq, request, reader, answer)
+        if isinstance(answer, Denied):
+            session.replies.append(reply)
+            return
+        opened, missed = streams.add_reader(session, reader, message.stream)
+        session.replies += (opened, reply, *missed)
+        if streams.is_growing(request):
+            self.reports.append(Followed(request))
+
+    def _too_many_claims(self, session: Session) -> Denied | None:
+        if session.num_claims < self._limits.claims:
+            return None
+        detail = f"this connection holds {self._limits.claims} claims"
+        return Denied(RefusalReason.TOO_MANY, detail)
+
+    def _refuse(self, message: Follow, why: RefusalReason, detail: str) -> Refused:
+        self.counts[f"refused_{why}"] += 1
+        return Refused(message.seq, message.stream, message.reader.pull, why, detail)
+
+    def _claimed(
+        self, session: Session, request: str, reader: Reader, answer: lease.Grant | Denied
+    ) -> None:
+        """Record a claim that was granted or denied."""
         if isinstance(answer, Denied):
             self.counts[f"refused_{answer.why}"] += 1
-        else:
-            readers = session.claimed.setdefault(message.request, set())
-            session.num_claims += message.reader not in readers
-            readers.add(message.reader)
-            self._claimants.setdefault(message.request, set()).add(session)
-        session.replies.append(_reply(message, answer))
+            return
+        readers = session.claimed.setdefault(request, set())
+        session.num_claims += reader not in readers
+        readers.add(reader)
+        self._claimants.setdefault(request, set()).add(session)
+
+    def _close_stream(self, request: str, why: RefusalReason) -> None:
+        """End a stream, and refuse the readers that follow it: its blocks will not be lent."""
+        for session, reader in self._streams.close_stream(request, why):
+            detail = "prefill has ended the request before it was computed"
+            self._reply_later(session, Refused(0, request, reader.pull, why, detail))
 
     def _renew(self, session: Session, message: Renew, now: float) -> lease.Grant | Denied:
         """Renew a claim; only the session that holds it may."""
@@ -306,7 +427,7 @@ class LenderSessions:
             session.replies.append(Confirmed(message.seq, request, reader.pull))
         else:
             self.counts[f"unconfirmed_{denied.why}"] += 1
-            session.replies.append(_reply(message, denied))
+            session.replies.append(_reply(message.seq, request, reader, denied))
         self._free(freed)
 
     def _done(self, session: Session, message: Done, now: float) -> None:
@@ -314,8 +435,17 @@ class LenderSessions:
         if self._is_claimed_elsewhere(session, message.request, message.reader, now):
             self.counts["done_rejected"] += 1
             return
-        self._drop_claim(session, message.request, message.reader)
-        self._free(self._leases.end_claim(message.request, message.reader, message.ticket, now))
+        # A reader that has not heard what request its stream is of names the stream.
+        request = self._streams.request_of(message.request) or message.request
+        reader = message.reader
+        self._streams.remove_reader(request, reader)
+        has_no_ticket = request != message.request or self._streams.is_growing(request)
+        is_ours = reader in session.claimed.get(request, ())
+        self._drop_claim(session, request, reader)
+        if is_ours and has_no_ticket:
+            self._free(self._leases.leave_lease(request, reader, now))
+        else:
+            self._free(self._leases.end_claim(request, reader, message.ticket, now))
 
     def _drop_claim(self, session: Session, request: str, reader: Reader) -> None:
         ours = session.claimed.get(request, set())
@@ -349,7 +479,8 @@ class LenderSessions:
     def _free(self, freed: list[FreedLease]) -> None:
         for ended in freed:
             self.counts[f"freed_{ended.why}"] += 1
-            self.freed.append(ended)
+            self.reports.append(ended)
+            self._close_stream(ended.request, refusal_after(ended.why))
             if self._is_summing:
                 for answer in self._checksums.forget_lease(ended.request):
                     self._reply_later(*answer)
@@ -357,12 +488,14 @@ class LenderSessions:
                 session.num_claims -= len(session.claimed.pop(ended.request, ()))
 
     def _reply_later(self, session: Session, reply: FromLender) -> None:
-        session.replies.append(reply)
-        self._pending.append(session)
+        if not session.leaving:
+            session.replies.append(reply)
+            self._pending.append(session)
 
 
-def _reply(message: Claim | Renew | Confirm, answer: lease.Grant | Denied) -> Granted | Refused:
-    pull = message.reader.pull
+def _reply(
+    seq: int, request: str, reader: Reader, answer: lease.Grant | Denied
+) -> Granted | Refused:
     if isinstance(answer, Denied):
-        return Refused(message.seq, message.request, pull, answer.why, answer.detail)
-    return Granted(message.seq, message.request, pull, max(1, int(answer.ttl_s * 1000)))
+        return Refused(seq, request, reader.pull, answer.why, answer.detail)
+    return Granted(seq, request, reader.pull, max(1, int(answer.ttl_s * 1000)))

@@ -2,15 +2,17 @@
 
 ::
 
-    HELD ──consumed──► CLOSING ──drained──► FREED
-      ├──expired─────────►│                   ▲
-      ├──aborted─────────►│──────revoked──────┤
-      └────────────────────────revoked────────┘
+    GROWING ──completed──► HELD ──consumed──► CLOSING ──drained──► FREED
+      │                      ├──expired─────────►│                   ▲
+      ├──aborted─────────────┴──aborted─────────►│──────revoked──────┤
+      └──revoked─────────────┴──revoked──────────────────────────────┘
 
-*Consumed*: every rank of one pull has reported done.  *Expired*: the deadline has passed.
-*Aborted*: the engine wants the blocks back.  While CLOSING, no new pull may start; the blocks stay
-until every claim is done or has expired (*drained*, often at once).  *Revoked*: the engine takes
-the blocks back now, and no further claim is confirmed.
+*Completed*: the request, which readers follow while it is computed, has ended, and there is a
+ticket for its blocks.  Until then claims are granted and nothing is confirmed.  *Consumed*: every
+rank of one pull has reported done.  *Expired*: the deadline has passed.  *Aborted*: the engine
+wants the blocks back.  While CLOSING, no new pull may start; the blocks stay until every claim is
+done or has expired (*drained*, often at once).  *Revoked*: the engine takes the blocks back now,
+and no further claim is confirmed.
 
 A ``LeaseTable`` finds leases by request and frees each exactly once.
 
@@ -20,6 +22,7 @@ Pure: time is an argument, effects are returned.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,6 +39,7 @@ MIN_TTL_S = 0.001
 class LeaseState(StrEnum):
     """Where a lease stands."""
 
+    GROWING = "growing"
     HELD = "held"
     CLOSING = "closing"
     FREED = "freed"
@@ -50,6 +54,9 @@ class Freed(StrEnum):
 
 
 TRANSITIONS: dict[tuple[LeaseState, str], LeaseState] = {
+    (LeaseState.GROWING, "completed"): LeaseState.HELD,
+    (LeaseState.GROWING, "aborted"): LeaseState.CLOSING,
+    (LeaseState.GROWING, "revoked"): LeaseState.FREED,
     (LeaseState.HELD, "consumed"): LeaseState.CLOSING,
     (LeaseState.HELD, "expired"): LeaseState.CLOSING,
     (LeaseState.HELD, "aborted"): LeaseState.CLOSING,
@@ -83,7 +90,8 @@ class LeaseOffer:
 
     Attributes:
         request: the request whose blocks are lent.
-        ticket: digest of the ticket, which a claim must repeat.
+        ticket: digest of the ticket, which a claim must repeat; None while the request is being
+            computed: the lease grows.
         ttl_s: seconds that the lease, every claim and every renewal hold.
         at: when the blocks were lent, in seconds of the lender's clock.
 
@@ -92,7 +100,7 @@ class LeaseOffer:
     """
 
     request: str
-    ticket: bytes
+    ticket: bytes | None
     ttl_s: float
     at: float
 
@@ -137,8 +145,10 @@ class Lease:
     __slots__ = ("_cause", "_max_pulls", "_pulls", "_ticket", "_ttl_s", "deadline", "state")
 
     def __init__(self, offer: LeaseOffer, max_pulls: int = MAX_PULLS) -> None:
-        self.state = LeaseState.HELD
-        self.deadline = offer.at + offer.ttl_s
+        is_growing = offer.ticket is None
+        self.state = LeaseState.GROWING if is_growing else LeaseState.HELD
+        # A growing lease ends with its request.
+        self.deadline = math.inf if is_growing else offer.at + offer.ttl_s
         self._ticket = offer.ticket
         self._ttl_s = offer.ttl_s
         self._max_pulls = max_pulls
@@ -153,10 +163,28 @@ class Lease:
     def claim(self, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
         """Grant or refuse a rank's claim.  A repeated claim extends the first."""
         denied = self._denied(reader, now)
-        if denied is not None:
-            return denied
-        if ticket != self._ticket:
-            return _altered()
+        if denied is None and ticket != self._ticket:
+            denied = _altered()
+        return denied or self._claim(reader, now)
+
+    def follow(self, reader: Reader, now: float) -> Grant | Denied:
+        """As :meth:`claim`, for a reader that knows the stream of the request."""
+        return self._denied(reader, now) or self._claim(reader, now)
+
+    def complete(self, offer: LeaseOffer) -> None:
+        """The request has ended, and is lent by a ticket.
+
+        Raises:
+            ValueError: the lease does not grow.
+        """
+        if offer.ticket is None or self.state is not LeaseState.GROWING:
+            raise ValueError(f"request {offer.request!r} has a lease already")
+        self._enter("completed")
+        self._ticket, self._ttl_s = offer.ticket, offer.ttl_s
+        claims = (end for pull in self._pulls.values() for end in pull.claims.values())
+        self.deadline = max((offer.at + offer.ttl_s, *claims))
+
+    def _claim(self, reader: Reader, now: float) -> Grant | Denied:
         if self._exceeds_max_pulls(reader):
             return Denied(
                 RefusalReason.TOO_MANY, f"{self._max_pulls} pulls have claimed this lease"
@@ -198,7 +226,19 @@ class Lease:
     def done(self, reader: Reader, ticket: bytes, now: float) -> None:
         """A rank reads no more.  May repeat, and needs no claim before it."""
         # A reader without the ticket's digest never had the ticket: it ends no claim.
-        if ticket != self._ticket or self._exceeds_max_pulls(reader):
+        if ticket == self._ticket:
+            self.leave(reader, now)
+
+    def leave(self, reader: Reader, now: float) -> None:
+        """As :meth:`done`, for a reader that knows the ticket, or the stream of the request."""
+        if self.state is LeaseState.GROWING:  # others may read it later
+            pull = self._pulls.get(reader.pull)
+            if pull is not None and pull.of == reader.of:
+                pull.claims.pop(reader.rank, None)
+                if not pull.claims:
+                    del self._pulls[reader.pull]
+            return
+        if self._exceeds_max_pulls(reader):
             return
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if pull.of != reader.of:
@@ -231,7 +271,7 @@ class Lease:
 
     def next_expiry(self) -> float:
         """When :meth:`expire` may change the state."""
-        if self.state is LeaseState.HELD:
+        if self.state in (LeaseState.GROWING, LeaseState.HELD):
             return self.deadline
         return max(end for pull in self._pulls.values() for end in pull.claims.values())
 
@@ -304,15 +344,19 @@ class LeaseTable:
         return len(self._leases)
 
     def add_lease(self, offer: LeaseOffer) -> None:
-        """Open a lease.
+        """Open a lease, or complete the one that has grown.
 
         Raises:
-            ValueError: the request has a lease already.
+            ValueError: the request has a lease already, which does not grow.
         """
-        if offer.request in self._leases:
+        lease = self._leases.get(offer.request)
+        if lease is None:
+            self._ended.pop(offer.request, None)
+            lease = self._leases[offer.request] = Lease(offer)
+        elif lease.state is LeaseState.GROWING:
+            lease.complete(offer)
+        else:
             raise ValueError(f"request {offer.request!r} has a lease already")
-        self._ended.pop(offer.request, None)
-        lease = self._leases[offer.request] = Lease(offer)
         heapq.heappush(self._timers, (lease.deadline, offer.request))
 
     def claim_lease(
@@ -321,6 +365,11 @@ class LeaseTable:
         """Grant or refuse a claim on the lease of ``request``."""
         lease = self._leases.get(request)
         return self._refuse_unknown(request) if lease is None else lease.claim(reader, ticket, now)
+
+    def follow_lease(self, request: str, reader: Reader, now: float) -> Grant | Denied:
+        """As :meth:`claim_lease`, for a reader that knows the stream of ``request``."""
+        lease = self._leases.get(request)
+        return self._refuse_unknown(request) if lease is None else lease.follow(reader, now)
 
     def is_lent(self, request: str) -> bool:
         """Whether the lease of ``request`` has not ended."""
@@ -358,6 +407,14 @@ class LeaseTable:
         if lease is None:
             return []
         lease.done(reader, ticket, now)
+        return self._settle(request, lease)
+
+    def leave_lease(self, request: str, reader: Reader, now: float) -> list[FreedLease]:
+        """As :meth:`end_claim`, for a reader that knows the stream of ``request``."""
+        lease = self._leases.get(request)
+        if lease is None:
+            return []
+        lease.leave(reader, now)
         return self._settle(request, lease)
 
     def abort_lease(self, request: str, now: float) -> list[FreedLease]:

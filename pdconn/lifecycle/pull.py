@@ -3,13 +3,15 @@
 ::
 
     GREETING ──greeted──► CLAIMING ──granted──► HELD ──wanted──► READING ──copied──► VERIFYING
-                                                                 │     │                 │
-                                                              failed  settled         verified
-                                                                 ▼     └──► CONFIRMING ◄─┘
-                                         QUARANTINED ◄─waited─ DRAINING         │
-                                              │                  │          confirmed
-                                           settled            settled           ▼
-                                              └───► FAILED ◄─────┘             DONE
+                                                  │              ▲ │   │                 │
+                                                early      completed│ settled         verified
+                                                  ▼              │ ▼   └──► CONFIRMING ◄─┘
+                                               FOLLOWING ────────┘failed        │
+                                                  │                ▼        confirmed
+                                                  └─failed─► DRAINING           ▼
+                                                             │  │              DONE
+                                         QUARANTINED ◄─waited┘settled
+                                              └─settled─► FAILED ◄┘
 
     GREETING, CLAIMING, HELD, VERIFYING, CONFIRMING ──failed──► FAILED
 
@@ -18,6 +20,10 @@ waits in the engine's queue.  It reads once the engine has blocks for it (*wante
 received only if the read settled before the deadline of the claim, if, with ``verify``, the
 lender's checksums equal ours (VERIFYING), and if the lender confirms after the read that the claim
 held until then (CONFIRMING).
+
+A pull with an early ticket follows a request that is still being computed.  If its blocks are
+wanted *early*, before the lender has announced all of them, it is FOLLOWING: it reads what was
+announced, as often as there is more, and the rest once all is announced (*completed*).
 
 A pull that fails while a read can still write is DRAINING: it is reported failed when the read
 settles, or after ``drain_s``.  In the latter case its blocks are quarantined: the engine does not
@@ -56,6 +62,7 @@ class PullState(StrEnum):
     GREETING = "greeting"
     CLAIMING = "claiming"
     HELD = "held"
+    FOLLOWING = "following"
     READING = "reading"
     VERIFYING = "verifying"
     CONFIRMING = "confirming"
@@ -68,7 +75,7 @@ class PullState(StrEnum):
 ENDED = frozenset((PullState.DONE, PullState.FAILED))
 """States that no event leaves."""
 
-_RENEWING = frozenset((PullState.HELD, PullState.READING, PullState.VERIFYING))
+_RENEWING = frozenset((PullState.HELD, PullState.FOLLOWING, PullState.READING, PullState.VERIFYING))
 
 
 TRANSITIONS: dict[tuple[PullState, str], PullState] = {
@@ -78,7 +85,11 @@ TRANSITIONS: dict[tuple[PullState, str], PullState] = {
     (PullState.CLAIMING, "failed"): PullState.FAILED,
     (PullState.HELD, "granted"): PullState.HELD,
     (PullState.HELD, "wanted"): PullState.READING,
+    (PullState.HELD, "early"): PullState.FOLLOWING,
     (PullState.HELD, "failed"): PullState.FAILED,
+    (PullState.FOLLOWING, "granted"): PullState.FOLLOWING,
+    (PullState.FOLLOWING, "completed"): PullState.READING,
+    (PullState.FOLLOWING, "failed"): PullState.DRAINING,
     (PullState.READING, "granted"): PullState.READING,
     (PullState.READING, "settled"): PullState.CONFIRMING,
     (PullState.READING, "copied"): PullState.VERIFYING,
@@ -123,7 +134,10 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Plan and post the reads."""
+    """Plan and post the reads: of what was announced, if the pull is FOLLOWING, else of the rest.
+
+    The answer is ``settled``, when no read is in flight.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +194,7 @@ class Pull:
         patience: its time limits.
         now: seconds of any steady clock.
         verify: whether to compare checksums after the read.
+        follows: whether the lender announces the blocks while it computes them.
 
     ``want`` may be called at any time before the end.  A failure before it is kept, and reported
     once the engine wants the blocks, or never if the engine cancels.
@@ -187,14 +202,17 @@ class Pull:
     Attributes:
         state: where the pull stands.
         wanted: whether the engine waits for a report.
+        is_complete: whether all blocks were announced, as by a ticket.
     """
 
     __slots__ = (
-        "_deadline", "_patience", "_reason", "_renew_at", "_renew_from", "_sent", "_seq", "_verify",
-        "_wait_until", "state", "wanted",
+        "_deadline", "_is_parked", "_patience", "_reason", "_renew_at", "_renew_from", "_sent",
+        "_seq", "_verify", "_wait_until", "is_complete", "state", "wanted",
     )  # fmt: skip
 
-    def __init__(self, patience: Patience, now: float, verify: bool = False) -> None:
+    def __init__(
+        self, patience: Patience, now: float, verify: bool = False, *, follows: bool = False
+    ) -> None:
         self.state = PullState.GREETING
         self._patience = patience
         self._verify = verify
@@ -205,6 +223,8 @@ class Pull:
         self._sent: dict[int, float] = {}
         self._seq = 0
         self.wanted = False
+        self.is_complete = not follows
+        self._is_parked = False
         self._reason: str | None = None
 
     @property
@@ -237,10 +257,42 @@ class Pull:
         self._sent = {other: at for other, at in self._sent.items() if other > seq}
         self._deadline = max(self._deadline, sent + ttl_s)
         self._await_renewal(sent, ttl_s)
+        if now >= self._deadline and self._is_parked:
+            # The lender grants it later than it was asked; a renewal is granted at once.
+            self._is_parked = False
+            return self._send_renewal(now)
+        if self.state is PullState.CLAIMING:
+            self._wait_until = now + self._patience.read_s
         self._enter("granted")
         if now >= self._deadline:  # a grant that arrives after its own deadline
             return self.fail("the claim had expired when its grant arrived", now)
         return self._read_if_wanted(now)
+
+    def parked(self, seq: int, ttl_s: float, now: float) -> list[Effect]:
+        """The lender awaits the request that claim ``seq`` is for, for ``ttl_s`` seconds."""
+        if self.state is PullState.CLAIMING and seq in self._sent:
+            self._wait_until = now + ttl_s + self._patience.claim_s
+            self._is_parked = True
+        return []
+
+    def grew(self, now: float) -> list[Effect]:
+        """The lender has announced more blocks."""
+        if self.is_complete:
+            return []
+        if self.state is PullState.HELD:
+            self._wait_until = now + self._patience.read_s
+        elif self.state is PullState.FOLLOWING:
+            self._wait_until = now + self._patience.read_s
+            return [StartRead()]
+        return []
+
+    def completed(self, now: float) -> list[Effect]:
+        """The lender has announced all blocks, and made a ticket for them."""
+        self.is_complete = True
+        if not self._enter("completed"):
+            return []
+        self._wait_until = now + self._patience.read_s
+        return [StartRead()]
 
     def want(self, now: float) -> list[Effect]:
         """The engine has blocks for this pull and waits for a report."""
@@ -255,6 +307,10 @@ class Pull:
         """No read of this pull can write any longer, as observed at ``now``."""
         if self.state is PullState.READING:
             return self._copied(error, now)
+        if self.state is PullState.FOLLOWING:
+            if error is None:
+                return []
+            self.fail(error, now)
         was = self.state
         if not self._enter("settled"):
             return []
@@ -334,7 +390,7 @@ class Pull:
         if self.state not in _RENEWING:
             return self._wait_until
         times = [self._deadline] if self._renew_at is None else [self._renew_at, self._deadline]
-        if self.state is not PullState.HELD:
+        if self.state is not PullState.HELD or not self.is_complete:
             times.append(self._wait_until)
         return min(times)
 
@@ -362,6 +418,8 @@ class Pull:
             return self.fail(_EXPIRED, now)
         if self.state is PullState.READING and now >= self._wait_until:
             return self.fail(f"the read did not end in {self._patience.read_s:g} s", now)
+        if not self.is_complete and now >= self._wait_until:
+            return self.fail(f"prefill announced nothing in {self._patience.read_s:g} s", now)
         return self._renew(now)
 
     def _renew(self, now: float) -> list[Effect]:
@@ -380,7 +438,7 @@ class Pull:
         self._renew_from = sent + RENEWS_ALONG_FROM * wait_s
 
     def _read_if_wanted(self, now: float) -> list[Effect]:
-        if not self.wanted or not self._enter("wanted"):
+        if not self.wanted or not self._enter("wanted" if self.is_complete else "early"):
             return []
         self._wait_until = now + self._patience.read_s
         return [StartRead()]

@@ -7,6 +7,10 @@ Decode sends the first message of a connection, prefill answers::
           ◄──────────────── Welcome | Rejected
     Claim ────────────────────────►
           ◄──────────────── Granted | Refused
+    Follow ───────────────────────►               instead, if decode has no ticket yet
+          ◄──────────────── Parked, then Granted and Opened | Refused
+          ◄──────────────── Grown, as often as blocks were written
+          ◄──────────────── Completed | Refused
     Renew ────────────────────────►
           ◄──────────────── Granted | Refused
     ChecksumRequest ──────────────►              with verify
@@ -16,6 +20,9 @@ Decode sends the first message of a connection, prefill answers::
     Done  ────────────────────────►              instead, if nothing (more) will be read
 
 An operator's tool may send ``Describe`` instead, and receives ``Described``.
+
+A *stream* names a request whose KV is being computed.  Its reader is granted a claim on a lease
+that grows: it may read what was announced, and confirm it once the lease is complete.
 
 A frame holds a list of messages, so everything due in one tick shares a frame.
 Time-to-live travels, points in time never do: decode counts from *sending* the
@@ -50,9 +57,10 @@ from pdconn.protocol.limits import (
     MAX_TRAITS,
 )
 from pdconn.protocol.proof import ChecksumQuery, PieceSum
+from pdconn.protocol.ticket import MAX_BLOCK_ID, MAX_BLOCKS
 from registration.references import KVCacheReferences
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Incremented whenever an engine of the version before could misread a message."""
 
 
@@ -173,6 +181,14 @@ class Claim(msgspec.Struct, frozen=True, tag="claim", forbid_unknown_fields=True
     ticket: bytes
 
 
+class Follow(msgspec.Struct, frozen=True, tag="follow", forbid_unknown_fields=True):
+    """Asks to read what the request with this stream lends, while it is computed."""
+
+    seq: int
+    stream: str
+    reader: Reader
+
+
 class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
     """Asks for more time for a claim that was granted."""
 
@@ -211,6 +227,59 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", forbid_unknown_fields=
     request: str
     pull: str
     ttl_ms: int
+
+
+class Parked(msgspec.Struct, frozen=True, tag="parked", forbid_unknown_fields=True):
+    """The stream of ``Follow`` ``seq`` is not known yet; it is awaited for ``ttl_ms`` ms.
+
+    Until it is opened, a ``Done`` names it as its request.
+    """
+
+    seq: int
+    stream: str
+    pull: str
+    ttl_ms: int
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened", forbid_unknown_fields=True):
+    """The request of a stream is known: its ticket, without blocks.  The claim is granted as well.
+
+    ``prompt`` is the digest of its prompt, and ``adapter`` that of its adapter's files.
+    """
+
+    stream: str
+    pull: str
+    request: str
+    num_tokens: int
+    prompt: str
+    adapter: str
+
+
+class GrownBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of group ``group`` that are written: logical block ``first`` and those behind it."""
+
+    group: int
+    first: int
+    ids: tuple[int, ...]
+
+
+class Grown(msgspec.Struct, frozen=True, tag="grown", forbid_unknown_fields=True):
+    """More blocks of a stream are written.  A position is announced once, and never changes."""
+
+    request: str
+    pull: str
+    blocks: tuple[GrownBlocks, ...]
+
+
+class Completed(msgspec.Struct, frozen=True, tag="completed", forbid_unknown_fields=True):
+    """All blocks of a stream are written: first logical block and ids of each group.
+
+    They are the ticket's, whose digest a ``Confirm`` must repeat.
+    """
+
+    request: str
+    pull: str
+    blocks: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed", forbid_unknown_fields=True):
@@ -260,8 +329,10 @@ class ChecksumUnavailable(
     detail: str
 
 
-FromReader = Hello | Describe | Claim | Renew | ChecksumRequest | Confirm | Done
-PullReply = Granted | Confirmed | Refused | Checksum | ChecksumUnavailable
+FromReader = Hello | Describe | Claim | Follow | Renew | ChecksumRequest | Confirm | Done
+StreamReply = Parked | Opened | Grown | Completed
+"""A lender's replies to one pull of a stream."""
+PullReply = Granted | Confirmed | Refused | Checksum | ChecksumUnavailable | StreamReply
 """A lender's replies to one pull."""
 
 ToReader = Welcome | Rejected | PullReply
@@ -310,7 +381,8 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
             _bounded("hello.engine_id", message.engine_id)
         elif not isinstance(message, Describe):
             _check_reader(message.reader)
-            _bounded("request", message.request)
+            name = message.stream if isinstance(message, Follow) else message.request
+            _bounded("request", name)
             if isinstance(message, _WITH_TICKET) and len(message.ticket) != DIGEST_NBYTES:
                 raise MessageError("ticket", f"a digest of {DIGEST_NBYTES} bytes", message.ticket)
     return messages
@@ -333,8 +405,10 @@ def decode_from_lender(body: bytes, to_tool: bool = False) -> list[FromLender]:
                 _short("rejected", text)
         elif isinstance(message, Refused | ChecksumUnavailable):
             _short("detail", message.detail)
-        if isinstance(message, Granted) and not 0 < message.ttl_ms < 2**31:
-            raise MessageError("granted.ttl_ms", "1 to 2^31 - 1", message.ttl_ms)
+        elif isinstance(message, StreamReply):
+            _check_stream_reply(message)
+        if isinstance(message, Granted | Parked) and not 0 < message.ttl_ms < 2**31:
+            raise MessageError("ttl_ms", "1 to 2^31 - 1", message.ttl_ms)
     return messages
 
 
@@ -365,6 +439,29 @@ def check_geometry(message: Welcome | Described) -> None:
         for group in groups:
             for ref in group.data:
                 _short("layer", ref.layer)
+
+
+def _check_stream_reply(message: StreamReply) -> None:
+    """Check the bounds of what a lender sends of a stream."""
+    lists: list[tuple[int, tuple[int, ...]]] = []
+    if isinstance(message, Opened):
+        for field in ("request", "prompt"):
+            _bounded(f"opened.{field}", getattr(message, field))
+        _short("opened.adapter", message.adapter)
+    elif isinstance(message, Grown):
+        lists = [(each.first, each.ids) for each in message.blocks]
+        if any(not 0 <= each.group < MAX_GROUPS for each in message.blocks):
+            groups = [each.group for each in message.blocks]
+            raise MessageError("grown.group", f"below {MAX_GROUPS}", groups)
+    elif isinstance(message, Completed):
+        lists = list(message.blocks)
+    if len(lists) > MAX_GROUPS:
+        raise MessageError("groups of a stream", f"at most {MAX_GROUPS}", len(lists))
+    for first, ids in lists:
+        if not 0 <= first <= MAX_BLOCKS or len(ids) > MAX_BLOCKS:
+            raise MessageError("blocks of a stream", f"at most {MAX_BLOCKS}", max(first, len(ids)))
+        if ids and not 0 <= min(ids) <= max(ids) <= MAX_BLOCK_ID:
+            raise MessageError("block id of a stream", f"0 to {MAX_BLOCK_ID}", (min(ids), max(ids)))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> list:  # type: ignore[type-arg]

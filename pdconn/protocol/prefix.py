@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.ticket import Ticket, parse_ticket, whole
+from pdconn.protocol.ticket import Ticket, ours_in, parse_ticket, whole
 
 
 def lend_of(params: object, num_prompt_tokens: int) -> int | None:
@@ -21,7 +21,7 @@ def lend_of(params: object, num_prompt_tokens: int) -> int | None:
     Raises:
         TicketError: no number of tokens, or another one than all but the last.
     """
-    ours = _ours(params)
+    ours = ours_in(params)
     if "lend" not in ours:
         return None
     found, expected = whole(ours["lend"]), num_prompt_tokens - 1
@@ -33,12 +33,12 @@ def lend_of(params: object, num_prompt_tokens: int) -> int | None:
 
 def ticket_from(params: object) -> object:
     """The ticket for its prefix in a request's parameters, of any type; None without one."""
-    return _ours(params).get("from")
+    return ours_in(params).get("from")
 
 
 def lends_back(params: object) -> bool:
     """Whether a request accepts a ticket for its prompt and answer; by default it does."""
-    return _ours(params).get("lend_back", True) is not False
+    return ours_in(params).get("lend_back", True) is not False
 
 
 def next_turn(ticket: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +56,3 @@ def parse_prefix_ticket(given: object, max_blocks: int) -> Ticket:
     if ticket.num_tokens < 1:
         raise TicketError("remote_num_tokens", "at least 1", ticket.num_tokens)
     return ticket
-
-
-def _ours(params: object) -> dict[Any, Any]:
-    """Our part of what a client wrote; empty if there is none."""
-    ours = params.get("pdconn") if isinstance(params, dict) else None
-    return ours if isinstance(ours, dict) else {}

@@ -28,9 +28,9 @@ MAX_BLOCKS = 1 << 22
 """Of one ticket, all groups together, whatever its tokens."""
 _BLOCKS_PER_TOKEN = 4
 _SPARE_BLOCKS = 4096
-_MAX_BLOCK_ID = 2**31 - 1
+MAX_BLOCK_ID = 2**31 - 1
 _EXACT = float(1 << 53)
-_PORTS = (1, 65535)
+PORTS = (1, 65535)
 _TOKENS = (0, 1 << 31)
 MAX_CUTS = 64
 _PROMPT_HEX = 32
@@ -116,7 +116,7 @@ class Ticket:
         if len(self.adapter) > MAX_TEXT or not self.adapter.isprintable():
             expected = f"at most {MAX_TEXT} printable characters"
             raise TicketError("pdconn.adapter", expected, self.adapter)
-        _check_range("remote_port", self.port, *_PORTS)
+        _check_range("remote_port", self.port, *PORTS)
         _check_range("remote_num_tokens", self.num_tokens, *_TOKENS)
         check_block_count(sum(len(group.ids) for group in self.blocks))
         _check_cuts(self.cuts, self.num_tokens)
@@ -264,9 +264,7 @@ def parse_ticket(params: object, max_blocks: int = MAX_BLOCKS) -> Ticket:
     ours = _field(
         params, "pdconn", dict, "a ticket made by pdconn (does prefill run PdconnConnector?)"
     )
-    version = _number(ours, "pdconn.version", 1, 1 << 16)
-    if version != TICKET_VERSION:
-        raise TicketError("pdconn.version", TICKET_VERSION, version)
+    check_ticket_version(ours)
     firsts = _field(ours, "pdconn.first_blocks", list, "a list of block positions")
     lists = _field(params, "remote_block_ids", list, "a list of block ids per group")
     if len(lists) > MAX_GROUPS:
@@ -275,19 +273,19 @@ def parse_ticket(params: object, max_blocks: int = MAX_BLOCKS) -> Ticket:
     if len(firsts) != len(lists):
         raise TicketError("pdconn.first_blocks", f"{len(lists)} entries", len(firsts))
     return Ticket(
-        engine_id=_text(params, "remote_engine_id"),
-        incarnation=_text(ours, "pdconn.incarnation"),
-        request_id=_text(params, "remote_request_id"),
-        host=_text(params, "remote_host"),
-        port=_number(params, "remote_port", *_PORTS),
-        num_tokens=_number(params, "remote_num_tokens", *_TOKENS),
-        prompt=_text(ours, "pdconn.prompt"),
+        engine_id=text_in(params, "remote_engine_id"),
+        incarnation=text_in(ours, "pdconn.incarnation"),
+        request_id=text_in(params, "remote_request_id"),
+        host=text_in(params, "remote_host"),
+        port=number_in(params, "remote_port", *PORTS),
+        num_tokens=number_in(params, "remote_num_tokens", *_TOKENS),
+        prompt=text_in(ours, "pdconn.prompt"),
         blocks=tuple(
             _block_list(index, first, ids)
             for index, (first, ids) in enumerate(zip(firsts, lists, strict=True))
         ),
         cuts=_parse_cuts(ours.get("cuts", [])),
-        adapter=_text(ours, "pdconn.adapter") if "adapter" in ours else "",
+        adapter=text_in(ours, "pdconn.adapter") if "adapter" in ours else "",
     )
 
 
@@ -327,13 +325,13 @@ def _block_list(index: int, first: object, ids: object) -> BlockList:
     if float in kinds:
         ids = [block if (integer := whole(block)) is None else integer for block in ids]
         kinds = set(map(type, ids))
-    if ids and (kinds != {int} or min(ids) < 0 or max(ids) > _MAX_BLOCK_ID):
+    if ids and (kinds != {int} or min(ids) < 0 or max(ids) > MAX_BLOCK_ID):
         position, wrong = next(
             (position, block)
             for position, block in enumerate(ids)
-            if type(block) is not int or not 0 <= block <= _MAX_BLOCK_ID
+            if type(block) is not int or not 0 <= block <= MAX_BLOCK_ID
         )
-        raise TicketError(f"{where}[{position}]", f"0 to {_MAX_BLOCK_ID}", wrong)
+        raise TicketError(f"{where}[{position}]", f"0 to {MAX_BLOCK_ID}", wrong)
     return BlockList(position_of_first, tuple(ids))
 
 
@@ -363,12 +361,39 @@ def _field(params: Mapping[str, Any], field: str, kind: type, expected: str) -> 
     return params[key]
 
 
-def _text(params: Mapping[str, Any], field: str) -> str:
+def ours_in(params: object) -> dict[Any, Any]:
+    """Our part of what a client wrote, ``pdconn``; empty if there is none."""
+    ours = params.get("pdconn") if isinstance(params, dict) else None
+    return ours if isinstance(ours, dict) else {}
+
+
+def check_ticket_version(ours: Mapping[Any, Any]) -> None:
+    """Check the version in our part of a ticket.
+
+    Raises:
+        TicketError: it is another one.
+    """
+    version = number_in(ours, "pdconn.version", 1, 1 << 16)
+    if version != TICKET_VERSION:
+        raise TicketError("pdconn.version", TICKET_VERSION, version)
+
+
+def text_in(params: Mapping[Any, Any], field: str) -> str:
+    """A text of a ticket, under the last part of ``field``.
+
+    Raises:
+        TicketError: it is missing, or no text.
+    """
     text: str = _field(params, field, str, "text")
     return text
 
 
-def _number(params: Mapping[str, Any], field: str, low: int, high: int) -> int:
+def number_in(params: Mapping[Any, Any], field: str, low: int, high: int) -> int:
+    """A whole number of a ticket, under the last part of ``field``.
+
+    Raises:
+        TicketError: it is missing, no whole number, or out of bounds.
+    """
     expected = f"a whole number from {low} to {high}"
     key = field.rpartition(".")[2]
     number = whole(params.get(key))

@@ -11,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdconn.planning.plan import Moved, Need
+from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimTicket:
     """Claim the lease of ``ticket`` for ``request`` under the id ``pull``, and renew the claim.
+
+    With an early ticket, follow the request that it names.
 
     Posted as soon as the request is known, so that greeting a new peer overlaps with the time in
     the engine's queue.
@@ -28,7 +31,7 @@ class ClaimTicket:
 
     request: str
     pull: str
-    ticket: Ticket
+    ticket: Ticket | EarlyTicket
     is_awaited: bool = False
 
 
@@ -123,12 +126,16 @@ class ClaimOutcome:
     """The outcome of an awaited claim at ``rank``: it was granted, or there is a ``problem``.
 
     A claim that is lost after it was granted, before its blocks are known, is reported again.
+
+    Attributes:
+        ticket: of the request that an early ticket names; without blocks until it is complete.
     """
 
     request: str
     pull: str
     rank: int
     problem: str | None = None
+    ticket: Ticket | None = None
 
 
 Report = PullRecord | FailedPull | Released | ClaimOutcome

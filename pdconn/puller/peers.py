@@ -30,6 +30,7 @@ from pdconn.lifecycle.pull import Pull
 from pdconn.planning.plan import NO_GAPS, Gaps, Pairing, Plan
 from pdconn.planning.planning_errors import Incompatible, PlanningError
 from pdconn.protocol.compat import trait_differences, traits_digest
+from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -123,8 +124,8 @@ class PeerKey:
     incarnation: str | None = None
 
     @classmethod
-    def from_ticket(cls, ticket: Ticket) -> PeerKey:
-        """The key of the lender that has issued ``ticket``."""
+    def from_ticket(cls, ticket: Ticket | EarlyTicket) -> PeerKey:
+        """The key of the lender that has issued ``ticket``, or will."""
         return cls(ticket.host, ticket.port, ticket.engine_id, ticket.incarnation)
 
     @property

@@ -19,8 +19,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
@@ -28,26 +27,22 @@ from pdconn.lifecycle.pull import (
     ENDED,
     Effect,
     Patience,
-    Pull,
     PullAlarms,
     PullState,
     ToLender,
 )
-from pdconn.planning.plan import NO_GAPS, Moved, Need, Plan
-from pdconn.planning.planning_errors import PlanningError
+from pdconn.planning.plan import NO_GAPS
 from pdconn.protocol import messages
-from pdconn.protocol.errors import MessageError, TicketError
-from pdconn.protocol.messages import Checksum, FromReader, PullReply, Reader
-from pdconn.protocol.ticket import Ticket, check_blocks
+from pdconn.protocol.errors import ProtocolError, TicketError
+from pdconn.protocol.messages import Checksum, PullReply
+from pdconn.protocol.ticket import check_blocks
 from pdconn.puller.commands import (
     AbandonPull,
-    ClaimOutcome,
     ClaimTicket,
     Command,
     CompareAnew,
     FailedPull,
     FailPull,
-    PullRecord,
     ReadBlocks,
     Released,
     Report,
@@ -65,141 +60,12 @@ from pdconn.puller.peers import (
     Rank,
 )
 from pdconn.puller.reads import Connected, Job, JobResult, Read, ReadSettled, Sum, Summed
-from pdconn.puller.verification import CannotVerify, Verification, Verifier, Verify
+from pdconn.puller.request_pull import RequestPull
+from pdconn.puller.verification import CannotVerify, Verifier, Verify
 from pdconn.puller.warmup import PagePull, PeerWarmup, WarmUp
-from transport import PeerLost, PeerUnknown, ReadStats, TransportError
+from transport import PeerLost, PeerUnknown
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Measured:
-    """Times and sizes of a pull as they become known; clock readings in seconds."""
-
-    claimed: float
-    asked: float = 0.0
-    granted: float = 0.0
-    plan_s: float = 0.0
-    plan_began: float = 0.0
-    moved: Moved = field(default_factory=Moved)
-    begins: tuple[tuple[int, int], ...] = ()
-    num_descriptors: int = 0
-    post_s: float = 0.0
-    transfer_s: float = 0.0
-
-    def add_read(self, stats: ReadStats) -> None:
-        """One of the reads settled."""
-        self.num_descriptors += stats.num_descriptors
-        self.post_s = max(self.post_s, stats.post_s)
-        self.transfer_s = max(self.transfer_s, stats.transfer_s)
-
-    def record(self, request: str, now: float) -> PullRecord:
-        """The pull was received at ``now``."""
-        return PullRecord(
-            request,
-            self.moved,
-            self.num_descriptors,
-            self.granted - self.claimed,
-            self.plan_s,
-            self.plan_s if 0 < self.granted <= self.plan_began else 0.0,
-            self.post_s,
-            self.transfer_s,
-            now - self.asked,
-            now - self.claimed,
-            self.begins,
-        )
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class RequestPull(PeerPull):
-    """The pull of a request, of what its ticket names.
-
-    Attributes:
-        is_awaited: whether the engine hears what comes of the claim; ``told``: the state it knows.
-    """
-
-    is_requested: ClassVar[bool] = True
-
-    request: str
-    reader: Reader
-    ticket: Ticket
-    digest: bytes
-    measured: Measured
-    need: Need | None = None
-    verification: Verification | None = None
-    is_awaited: bool = False
-    told: PullState | None = None
-
-    def message(self, effect: ToLender) -> FromReader:
-        """What the lender is sent."""
-        request = self.ticket.request_id
-        if isinstance(effect, machine.SendClaim):
-            return messages.Claim(effect.seq, request, self.reader, self.digest)
-        if isinstance(effect, machine.SendRenew):
-            return messages.Renew(effect.seq, request, self.reader)
-        if isinstance(effect, machine.SendConfirm):
-            return messages.Confirm(effect.seq, request, self.reader, self.digest)
-        return messages.Done(request, self.reader, self.digest)
-
-    def claim_outcome(self) -> ClaimOutcome | None:
-        """What the engine must hear of its claim now."""
-        pull, reader = self.machine, self.reader
-        # Once the blocks are wanted, it is the pull that is reported, received or failed.
-        if not self.is_awaited or pull.wanted or pull.state is self.told:
-            return None
-        if pull.state not in (PullState.HELD, PullState.FAILED):
-            return None
-        self.told = pull.state
-        return ClaimOutcome(self.request, reader.pull, reader.rank, pull.reason)
-
-    def make_plan(self, clock: Callable[[], float]) -> None:
-        """As :meth:`pdconn.puller.peers.PeerPull.make_plan`."""
-        pairing = self.peer.pairing
-        assert pairing is not None
-        assert self.need is not None
-        began = clock()
-        try:
-            plan = self.plan = pairing.plan(self.need, self.ticket.blocks)
-            self.gaps = pairing.gaps(self.need)
-        except (PlanningError, TransportError) as error:
-            self.plan = f"{type(error).__name__}: {error}"
-        else:
-            known = self.measured
-            known.moved, known.begins = plan.moved, plan.begins
-            known.plan_began, known.plan_s = began, clock() - began
-
-    def heard_checksum(self, theirs: Checksum, now: float, counts: Counter[str]) -> list[Effect]:
-        """The lender has told a checksum.
-
-        Raises:
-            MessageError: there was no such request, or it was answered before.
-        """
-        if self.verification is None:
-            return []
-        self.verification.heard(theirs.number, theirs.answer)
-        if not self.verification.is_answered:
-            return []
-        return [*self.machine.answered(now), *self._compare(self.verification, now, counts)]
-
-    def summed(self, ours: Summed, now: float, counts: Counter[str]) -> list[Effect]:
-        """Our side's checksums are known, or why there are none."""
-        assert self.verification is not None
-        if ours.error is not None:
-            return self.unverified(f"no checksum of ours: {ours.error}", now, counts)
-        self.verification.ours = ours.answers
-        return self._compare(self.verification, now, counts)
-
-    def unverified(self, why: str, now: float, counts: Counter[str]) -> list[Effect]:
-        """There will be no checksums to compare."""
-        counts["pulls_unverified"] += 1
-        return self.machine.verified(f"unverified: {why}", now)
-
-    def _compare(self, known: Verification, now: float, counts: Counter[str]) -> list[Effect]:
-        if not known.is_complete:
-            return []
-        problem = known.problem()
-        counts["pulls_verified" if problem is None else "pulls_corrupted"] += 1
-        return self.machine.verified(problem, now)
 
 
 class Pulls:
@@ -276,16 +142,13 @@ class Pulls:
 
     def _claim(self, command: ClaimTicket) -> None:
         request, ticket, now = command.request, command.ticket, self._clock()
-        entry = self._entries[request] = RequestPull(
-            pull=command.pull,
-            machine=Pull(self._patience, now, verify=self._verifier.is_on),
-            peer=self.peers.to(PeerKey.from_ticket(ticket)),
-            request=request,
-            reader=Reader(command.pull, self._me.rank, self._me.of),
-            ticket=ticket,
-            digest=ticket.digest(),
-            measured=Measured(claimed=now),
-            is_awaited=command.is_awaited,
+        entry = self._entries[request] = RequestPull.claiming(
+            command,
+            self.peers.to(PeerKey.from_ticket(ticket)),
+            self._me,
+            self._patience,
+            verify=self._verifier.is_on,
+            at=now,
         )
         self._begin(entry)
 
@@ -332,7 +195,8 @@ class Pulls:
             self._drain()
         if self.unplanned:
             entry = self.unplanned.popleft()
-            if entry.machine.state is PullState.CLAIMING and entry.plan is None:
+            is_early = entry.machine.state is PullState.CLAIMING and entry.machine.is_complete
+            if is_early and entry.plan is None:
                 entry.make_plan(self._clock)
         return self.next_alarm()
 
@@ -361,7 +225,8 @@ class Pulls:
             pairing = entry.peer.pairing
             assert pairing is not None
             try:
-                check_blocks(entry.ticket.blocks, pairing.lent_num_blocks)
+                if entry.ticket is not None:
+                    check_blocks(entry.ticket.blocks, pairing.lent_num_blocks)
             except TicketError as error:
                 self._perform(entry, entry.machine.fail(str(error), self._clock()))
                 return
@@ -387,10 +252,13 @@ class Pulls:
         if isinstance(message, messages.Granted):
             entry.measured.granted = entry.measured.granted or now
             effects = entry.machine.granted(message.seq, message.ttl_ms / 1000, now)
-        elif isinstance(message, Checksum):
+        elif isinstance(message, Checksum | messages.StreamReply):
             try:
-                effects = entry.heard_checksum(message, now, self.counts)
-            except MessageError as error:
+                if isinstance(message, Checksum):
+                    effects = entry.heard_checksum(message, now, self.counts)
+                else:
+                    effects = entry.heard_of_stream(message, now)
+            except ProtocolError as error:
                 self.peers.close(peer, str(error))
                 return
         elif isinstance(message, messages.Confirmed):
@@ -471,6 +339,9 @@ class Pulls:
             for effect in effects:
                 following += self._perform_one(entry, effect)
             effects = following
+            if not effects and entry.machine.state is PullState.DRAINING and not entry.reading:
+                # It has failed while it waited for the lender's announcements.
+                effects = entry.machine.settled(entry.error, self._clock())
         if isinstance(entry, RequestPull) and (outcome := entry.claim_outcome()) is not None:
             self.reports.append(outcome)
         if entry.machine.state in ENDED:
@@ -504,20 +375,21 @@ class Pulls:
     def _read(self, entry: PeerPull) -> list[Effect]:
         if entry.plan is None:
             entry.make_plan(self._clock)
-        if not isinstance(entry.plan, Plan):
-            # No read is in flight, so the failure is settled as soon as it is known.
-            return entry.machine.settled(entry.plan, self._clock())
-        reads, entry.plan = entry.plan.reads, None
-        gaps, entry.gaps = entry.gaps, NO_GAPS
-        entry.reading = len(reads)
-        for rank, spans in reads:
-            self._post(Read(entry, entry.peer.ranks[rank], spans, gaps))
-            gaps = NO_GAPS  # the first read fills them
-        return entry.machine.settled(None, self._clock()) if not reads else []
+        plan, entry.plan = entry.plan, None
+        if isinstance(plan, str):
+            entry.error = entry.error or plan
+        elif plan is not None:
+            entry.reading += len(plan.reads)
+            for rank, spans in plan.reads:
+                gaps, entry.gaps = entry.gaps, NO_GAPS  # the first read fills them
+                self._post(Read(entry, entry.peer.ranks[rank], spans, gaps))
+        # Without a read in flight it is settled.
+        return [] if entry.reading else entry.machine.settled(entry.error, self._clock())
 
     def _verify(self, entry: RequestPull) -> list[Effect]:
         """Have both sides sum what was read."""
         assert entry.need is not None
+        assert entry.ticket is not None
         try:
             begun = self._verifier.begin_check(entry.peer, entry.ticket, entry.need)
             entry.verification = begun

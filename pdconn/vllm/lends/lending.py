@@ -20,6 +20,7 @@ from typing import Any
 from pdconn.integrity.lent import LentSums
 from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
+from pdconn.protocol.early import stream_of
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import Welcome
 from pdconn.protocol.prefix import next_turn
@@ -31,6 +32,7 @@ from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.config import Settings
 from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers, num_held
+from pdconn.vllm.lends.growing import GrowingRequests
 from pdconn.vllm.lends.pins import (
     PREFIX_LEASE_S,
     PREFIXES,
@@ -80,6 +82,7 @@ class Lending(SchedulerPart):
         prefixes: requests for a prefix.
         pins: blocks that leases pin.
         tickets: writes tickets.
+        growing: requests that may be followed while they are computed; None if none may.
     """
 
     lends = True
@@ -109,6 +112,7 @@ class Lending(SchedulerPart):
         self.prefixes = PrefixLends(block_tokens)
         answers = {} if back is None else {LeaseKind.ANSWER: LentShare(back.settings.share)}
         self.pins = LeasePins({LeaseKind.PREFIX: PREFIXES, **answers})
+        self.growing: GrowingRequests | None = None
         self._lent = LentTickets()
         self._lender: Lender | None = None
         self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
@@ -121,6 +125,8 @@ class Lending(SchedulerPart):
         self.prefixes.bind_kv_cache_manager(manager)
         if self.answers is not None:
             self.answers.manager = manager
+        if self.growing is not None:
+            self.growing.manager = manager
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in; leases end before it is reset."""
@@ -162,6 +168,8 @@ class Lending(SchedulerPart):
         self.unpin_freed()
         self.pins.unpin_all()
         self._lent, self._to_sum = LentTickets(), []
+        if self.growing is not None:
+            self.growing.clear()
 
     # A request
 
@@ -173,6 +181,9 @@ class Lending(SchedulerPart):
         if not params or not params.get("do_remote_decode") or self.prefixes.takes_request(request):
             return
         self.tickets.leave_last_token(request)
+        if self.growing is not None and (stream := _stream_of(request)) is not None:
+            self.growing.add_request(request, stream)
+            self._open_streams(self.growing)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
         """Nothing is loaded for a request for a prefix: the prefix is held here, or refused."""
@@ -196,10 +207,12 @@ class Lending(SchedulerPart):
         self.unpin_freed()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' checksums."""
+        """Take the workers' checksums, and announce what followed requests have written."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, PdWorkerReport):
             self.add_sums(report.sums)
+        if self.growing:
+            self._announce(self.growing)
 
     def request_finished(
         self, request: Any, blocks: TransferBlocks, num_computed: int
@@ -214,6 +227,7 @@ class Lending(SchedulerPart):
                 ticket = None if answer is None else self.lend_back(request, answer)
         self.tickets.forget_prompt(request.request_id)
         self.prefixes.forget_prefix(request.request_id)
+        self._close_stream(request.request_id)
         return ticket
 
     def lend_request(self, request: Any, block_ids: BlockIds) -> dict[str, Any] | None:
@@ -231,10 +245,11 @@ class Lending(SchedulerPart):
         is_within = self.pins.may_pin(LeaseKind.PREFIX, num_held(block_ids))
         if (refusal := self.prefixes.refusal_of(name, is_within)) is not None:
             return refusal
-        if name in self.pins:
+        if name in self.pins and not self._grows(name):
             log.warning("pdconn: not lent, it has a lease already: request=%s", name)
             return None
         try:
+            block_ids, unpinned = self._as_announced(name, block_ids)
             ticket = self.tickets.write_ticket(request, block_ids, self.prefixes.prefix_of(name))
         except TicketError as error:  # decode would refuse the ticket
             log.warning("pdconn: not lent: %s request=%s", error, shown(name))
@@ -248,7 +263,7 @@ class Lending(SchedulerPart):
             return shared.to_params(*self.tickets.sizes)
         # Siblings share the ticket only while half of the lease is left.
         self._lent.share_ticket(ticket, now + ttl_s / 2)
-        self._lend(ticket, block_ids, ttl_s, kind)
+        self._lend(ticket, unpinned, ttl_s, kind)
         return ticket.to_params(*self.tickets.sizes)
 
     def lend_back(self, request: Any, answer: LendableAnswer) -> dict[str, Any] | None:
@@ -278,15 +293,65 @@ class Lending(SchedulerPart):
         return next_turn(ticket.to_params(*self.tickets.sizes))
 
     def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float, kind: LeaseKind) -> None:
-        """Pin and lend the blocks of ``ticket``."""
+        """Pin and lend the blocks of ``ticket``; ``block_ids`` are not pinned by a stream."""
         assert self._lender is not None
-        self._end_leases(self.pins.pin(ticket.request_id, block_ids, kind, self._clock()))
+        name = ticket.request_id
+        self._end_leases(self.pins.pin(name, block_ids, kind, self._clock()))
         self._lent.add_ticket(ticket)
-        self._lender.lend(ticket.request_id, ticket.digest(), ttl_s)
+        growing = None if self.growing is None else self.growing.remove_request(name)
+        if growing is None:
+            self._lender.lend(name, ticket.digest(), ttl_s)
+        else:
+            self._lender.complete_stream(growing.stream, ticket, ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
             terms = Terms(ticket.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
             self._to_sum.append((terms, ticket.blocks))
+
+    # Streams
+
+    def _open_streams(self, growing: GrowingRequests) -> None:
+        """Let readers follow requests whose tickets could be written."""
+        if self._lender is None or not self.tickets.is_proven:
+            return
+        for one in growing.unopened():
+            try:
+                header = self.tickets.header_of(one.request)
+            except TicketError as error:  # its adapter may not have been read yet
+                log.debug("pdconn: not followed yet: %s", error)
+                continue
+            one.is_open = True
+            name, ttl_s = one.request.request_id, self._settings.kv_lease_duration
+            self._lender.open_stream(name, one.stream, header, ttl_s)
+
+    def _announce(self, growing: GrowingRequests) -> None:
+        """Pin and announce blocks that the steps so far have written."""
+        if self._lender is None:
+            return
+        self._open_streams(growing)
+        for followed in self._lender.take_followed():
+            growing.note_followed(followed.request)
+        for growth in growing.take_growth(self.tickets.splits):
+            self.pins.pin_more(growth.request_id, growth.pins)
+            self._counts["blocks_announced"] += len(growth.pins)
+            self._lender.grow_stream(growth.request_id, growth.blocks)
+
+    def _grows(self, request_id: str) -> bool:
+        return self.growing is not None and request_id in self.growing
+
+    def _as_announced(self, request_id: str, ids: BlockIds) -> tuple[BlockIds, BlockIds]:
+        """Blocks of a finished request for its ticket, and those that are to be pinned.
+
+        Raises:
+            TicketError: more was announced than the request has blocks.
+        """
+        return (ids, ids) if self.growing is None else self.growing.as_announced(request_id, ids)
+
+    def _close_stream(self, request_id: str) -> None:
+        """End the stream of a request that leaves the engine and is not lent."""
+        growing = None if self.growing is None else self.growing.remove_request(request_id)
+        if growing is not None and growing.is_open and self._lender is not None:
+            self._lender.abort_lease(request_id)
 
     # Leases
 
@@ -315,7 +380,11 @@ class Lending(SchedulerPart):
             return
         for lease in self._lender.take_freed():
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
-            self.pins.unpin_lease(lease.request)
+            # A stream that nobody followed has pinned nothing.
+            if lease.request in self.pins:
+                self.pins.unpin_lease(lease.request)
+            if self.growing is not None:
+                self.growing.remove_request(lease.request)
             self._lent.forget_ticket(lease.request)
 
     def weights_changed(self) -> None:
@@ -337,7 +406,7 @@ class Lending(SchedulerPart):
         if self.pins.is_pool_used_by_others(self.prefixes.pinned_blocks()):
             return
         self.prefixes.unpin_prefixes()
-        if not self.pins:
+        if not self.pins and not self.growing:
             return
         log.info("pdconn: cache reset: ending leases: leases=%d", len(self.pins))
         self._lender.abort_all()
@@ -411,3 +480,12 @@ class Lending(SchedulerPart):
         if self._counts:
             counts, self._counts = counts | self._counts, Counter()
         return counts
+
+
+def _stream_of(request: Any) -> str | None:
+    """The stream of a request; None without one."""
+    try:
+        return stream_of(request.kv_transfer_params)
+    except TicketError as error:  # a client's mistake: nobody can follow the request
+        log.warning("pdconn: not followed: %s request=%s", error, shown(request.request_id))
+        return None

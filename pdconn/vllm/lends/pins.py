@@ -106,17 +106,23 @@ class LeasePins:
     ) -> list[str]:
         """Pin the blocks of a request that is lent, by group, without holes.
 
+        Blocks that :meth:`pin_more` has pinned for it stay pinned.
+
         Returns:
             Requests of earlier leases of this kind, which yield.
         """
-        blocks = pin_blocks(self._pool, (block for ids in block_ids for block in ids if block))
-        self._blocks[request_id] = blocks
+        self.pin_more(request_id, (block for ids in block_ids for block in ids if block))
         self._lent[kind][request_id] = now
         if kind is LeaseKind.PROMPT:
             self._young.append((now, request_id))
             self._forget_ended()
-        self._leases_of.update(block.block_id for block in blocks)
         return self._over_the_share(kind)
+
+    def pin_more(self, request_id: str, block_ids: Iterable[int]) -> None:
+        """Pin further blocks of a request, which is still being computed or is lent now."""
+        blocks = pin_blocks(self._pool, block_ids)
+        self._blocks.setdefault(request_id, []).extend(blocks)
+        self._leases_of.update(block.block_id for block in blocks)
 
     def unpin_lease(self, request_id: str) -> None:
         """Unpin the blocks of a freed lease: tail first, so that prefixes stay cached longest."""

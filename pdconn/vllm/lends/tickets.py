@@ -73,6 +73,21 @@ class TicketWriter:
             self._shortened[request.request_id] = prompt_digest(request)
             shorten(request, request.num_prompt_tokens - 1)
 
+    def header_of(self, request: Any) -> tuple[int, str, str]:
+        """What a request's ticket will say: tokens, and digests of the prompt and of its adapter.
+
+        Raises:
+            TicketError: there will be no ticket, or its adapter is not known yet.
+        """
+        if has_embeddings(request):
+            raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
+        prompt = self._prompt_digest(request)
+        return request.num_prompt_tokens, prompt, self.proof_of_adapter(request)
+
+    def _prompt_digest(self, request: Any) -> str:
+        """The digest of the whole prompt, with the token that is left to decode."""
+        return self._shortened.get(request.request_id) or prompt_digest(request)
+
     def forget_prompt(self, request_id: str) -> None:
         """Forget a request that leaves the engine."""
         self._shortened.pop(request_id, None)
@@ -95,8 +110,7 @@ class TicketWriter:
         most = max_blocks_for(request.num_prompt_tokens if prefix is None else prefix[0])
         check_block_count(sum(len(group.ids) for group in blocks), most)
         if prefix is None:
-            whole = self._shortened.get(request.request_id) or prompt_digest(request)
-            prefix = num_computed(request), whole
+            prefix = num_computed(request), self._prompt_digest(request)
         return Ticket(
             self.engine_id,
             self.incarnation,

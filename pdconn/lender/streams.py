@@ -1,0 +1,262 @@
+"""Streams of a lender: requests that readers follow while the engine computes them.
+
+::
+
+    Follow ──► parked ──opened by the engine──► open ──grown──► open ──completed──► until the lease
+                  └──────── in time, or refused                  └──closed──► refused        ends
+
+A stream opens when its request enters the engine.  A reader that comes before that is parked for a
+while; one that comes later is sent everything that was announced.  What is announced stays where it
+is: a position is announced once.
+
+Pure: the caller grants claims, and sends what is returned.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pdconn.lifecycle.lease import LeaseOffer
+from pdconn.protocol.messages import (
+    Completed,
+    Follow,
+    Grown,
+    GrownBlocks,
+    Opened,
+    Reader,
+    RefusalReason,
+    StreamReply,
+)
+from pdconn.protocol.ticket import Ticket
+
+PARK_S = 20.0
+"""How long a reader is parked: prefill's front end tokenizes, and its engine may be in a step."""
+
+MAX_PARKED = 4096
+"""Parked readers of one lender; some 300 bytes each."""
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffer:
+    """The engine computes ``request``, and readers that know ``stream`` may follow it.
+
+    Attributes:
+        num_tokens: tokens that will be lent.
+        prompt: digest of the prompt.
+        adapter: digest of its adapter's files.
+        ttl_s: seconds that claims hold.
+        at: when it was opened, in seconds of the lender's clock.
+    """
+
+    request: str
+    stream: str
+    num_tokens: int
+    prompt: str
+    adapter: str
+    ttl_s: float
+    at: float
+
+    @property
+    def lease(self) -> LeaseOffer:
+        """The lease that grows with it."""
+        return LeaseOffer(self.request, None, self.ttl_s, self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGrowth:
+    """More blocks of ``request`` are written, and stay as they are while it is lent."""
+
+    request: str
+    blocks: tuple[GrownBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCompletion:
+    """The request of a stream, opened or not, is lent by ``ticket``."""
+
+    offer: LeaseOffer
+    stream: str
+    ticket: Ticket
+
+    @property
+    def opening(self) -> StreamOffer:
+        """The stream, as it would have been opened."""
+        ticket, offer = self.ticket, self.offer
+        header = ticket.num_tokens, ticket.prompt, ticket.adapter
+        return StreamOffer(ticket.request_id, self.stream, *header, offer.ttl_s, offer.at)
+
+
+@dataclass(slots=True)
+class _Stream(Generic[S]):
+    """An open stream: what was announced, and its readers."""
+
+    offer: StreamOffer
+    grown: list[GrownBlocks] = field(default_factory=list)
+    completed: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+    readers: dict[Reader, S] = field(default_factory=dict)
+
+    def announced_to(self, pull: str) -> tuple[Opened, list[StreamReply]]:
+        """What the stream is, and everything that was announced of it."""
+        offer = self.offer
+        header = offer.request, offer.num_tokens, offer.prompt, offer.adapter
+        announced: list[StreamReply] = []
+        if self.completed is not None:
+            announced.append(Completed(offer.request, pull, self.completed))
+        elif self.grown:
+            announced.append(Grown(offer.request, pull, tuple(self.grown)))
+        return Opened(offer.stream, pull, *header), announced
+
+
+class StreamTable(Generic[S]):
+    """Open streams, and parked readers of others, by session.
+
+    Args:
+        remember: ended streams that are kept by name, so that a late reader is refused at once.
+
+    Memory of an open stream: 8 bytes for each block that was announced.
+    """
+
+    def __init__(self, remember: int = 4096) -> None:
+        self._streams: dict[str, _Stream[S]] = {}
+        self._of_request: dict[str, str] = {}
+        self._ended: OrderedDict[str, RefusalReason] = OrderedDict()
+        self._remember = remember
+        self._parked: dict[str, list[tuple[S, Follow]]] = {}
+        self._until: list[tuple[float, int, str, Follow]] = []
+        self._num_parked = 0
+
+    def __len__(self) -> int:
+        """Open streams and parked readers; 0 when all is quiet."""
+        return len(self._streams) + self._num_parked
+
+    def open_stream(self, offer: StreamOffer) -> list[tuple[S, Follow]]:
+        """Open a stream; returns its parked readers, to be granted or refused.
+
+        A name that is in use, or was, opens nothing: nobody can follow the request.
+        """
+        if offer.stream in self._streams or offer.stream in self._ended:
+            return []
+        self._streams[offer.stream] = _Stream(offer)
+        self._of_request[offer.request] = offer.stream
+        return self._take_parked(offer.stream)
+
+    def request_of(self, stream: str) -> str | None:
+        """The request of an open stream."""
+        found = self._streams.get(stream)
+        return None if found is None else found.offer.request
+
+    def why_ended(self, stream: str) -> RefusalReason | None:
+        """Why a stream has ended; None if it has not, or was never seen."""
+        return self._ended.get(stream)
+
+    def add_reader(
+        self, session: S, reader: Reader, stream: str
+    ) -> tuple[Opened, list[StreamReply]]:
+        """A reader was granted its claim; returns what it has missed."""
+        found = self._streams[stream]
+        found.readers[reader] = session
+        return found.announced_to(reader.pull)
+
+    def has_stream(self, request: str) -> bool:
+        """Whether ``request`` has an open stream."""
+        return request in self._of_request
+
+    def is_growing(self, request: str) -> bool:
+        """Whether ``request`` has a stream that is not complete."""
+        stream = self._of_request.get(request)
+        return stream is not None and self._streams[stream].completed is None
+
+    def growing(self) -> list[str]:
+        """Requests whose streams are not complete."""
+        return [
+            request
+            for request, stream in self._of_request.items()
+            if self._streams[stream].completed is None
+        ]
+
+    def park_reader(self, session: S, message: Follow, now: float) -> bool:
+        """Let a reader wait for its stream; False if too many do."""
+        if self._num_parked >= MAX_PARKED:
+            return False
+        self._parked.setdefault(message.stream, []).append((session, message))
+        self._num_parked += 1
+        heapq.heappush(self._until, (now + PARK_S, id(message), message.stream, message))
+        return True
+
+    def grow(self, growth: StreamGrowth) -> Iterator[tuple[S, StreamReply]]:
+        """Announce blocks of a stream; returns what its readers are sent."""
+        found = self._find(growth.request)
+        if found is None or found.completed is not None:
+            return
+        found.grown += growth.blocks
+        for reader, session in found.readers.items():
+            yield session, Grown(growth.request, reader.pull, growth.blocks)
+
+    def complete(self, completion: StreamCompletion) -> Iterator[tuple[S, StreamReply]]:
+        """Complete a stream; returns what its readers are sent."""
+        request = completion.offer.request
+        found = self._find(request)
+        if found is None:
+            return
+        found.completed = tuple((group.first, group.ids) for group in completion.ticket.blocks)
+        found.grown.clear()
+        for reader, session in found.readers.items():
+            yield session, Completed(request, reader.pull, found.completed)
+
+    def remove_reader(self, name: str, reader: Reader) -> None:
+        """A reader follows no more; ``name`` is its request, or its stream while it is parked."""
+        found = self._find(name)
+        if found is not None:
+            found.readers.pop(reader, None)
+        elif name in self._parked:
+            waiting = self._parked[name]
+            kept = [each for each in waiting if each[1].reader != reader]
+            self._num_parked -= len(waiting) - len(kept)
+            self._parked[name] = kept
+            if not kept:
+                del self._parked[name]
+
+    def close_stream(self, request: str, why: RefusalReason) -> list[tuple[S, Reader]]:
+        """End a stream whose lease ends; returns readers to be refused: it was not complete."""
+        stream = self._of_request.pop(request, None)
+        if stream is None:
+            return []
+        found = self._streams.pop(stream)
+        self._ended[stream] = why
+        while len(self._ended) > self._remember:
+            self._ended.popitem(last=False)
+        return [] if found.completed is not None else [(s, r) for r, s in found.readers.items()]
+
+    def take_overdue(self, now: float) -> list[tuple[S, Follow]]:
+        """Take the readers that were parked for too long."""
+        overdue = []
+        while self._until and self._until[0][0] <= now:
+            _, _, stream, message = heapq.heappop(self._until)
+            for session, waiting in self._parked.get(stream, ()):
+                if waiting is message:
+                    overdue.append((session, message))
+                    self.remove_reader(stream, message.reader)
+                    break
+        return overdue
+
+    def next_deadline(self) -> float:
+        """When :meth:`take_overdue` is due."""
+        return self._until[0][0] if self._num_parked else math.inf
+
+    def _find(self, request: str) -> _Stream[S] | None:
+        stream = self._of_request.get(request)
+        return None if stream is None else self._streams[stream]
+
+    def _take_parked(self, stream: str) -> list[tuple[S, Follow]]:
+        taken = self._parked.pop(stream, [])
+        self._num_parked -= len(taken)
+        if not self._num_parked:
+            self._until.clear()
+        return taken

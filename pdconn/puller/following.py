@@ -1,0 +1,117 @@
+"""What a pull knows of a request that its lender is still computing.
+
+A lender announces blocks by position: each position once, and in order.  Nothing of it is believed:
+the ticket at the end has the digest that the lender compares when the pull is confirmed, and the
+ticket's blocks must be those that were announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pdconn.planning.increments import Increments
+from pdconn.planning.plan import Need, Pairing, Plan
+from pdconn.protocol.early import EarlyTicket
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import Completed, Grown, Opened
+from pdconn.protocol.ticket import BlockList, Ticket, check_block_count, max_blocks_for
+
+
+class FollowedStream:
+    """A stream, as its lender has announced it so far.
+
+    Args:
+        early: the ticket that names it.
+
+    Attributes:
+        ticket: of its request, once that is known; without blocks until it is complete.
+    """
+
+    def __init__(self, early: EarlyTicket) -> None:
+        self.early = early
+        self.ticket: Ticket | None = None
+        self._lists: dict[int, list[int]] = {}
+        self._count = 0
+        self._is_complete = False
+        self._increments: Increments | None = None
+
+    def open_stream(self, message: Opened) -> Ticket:
+        """The lender has named the request; returns its ticket, without blocks.
+
+        Raises:
+            MessageError: it has named one before, or of another stream.
+            TicketError: a value that no ticket has.
+        """
+        early = self.early
+        if self.ticket is not None or message.stream != early.stream:
+            raise MessageError("opened.stream", f"{early.stream}, once", message.stream)
+        self.ticket = Ticket(
+            early.engine_id,
+            early.incarnation,
+            message.request,
+            early.host,
+            early.port,
+            message.num_tokens,
+            message.prompt,
+            (),
+            adapter=message.adapter,
+        )
+        return self.ticket
+
+    def grow(self, message: Grown) -> None:
+        """The lender has announced more blocks.
+
+        Raises:
+            MessageError: of a stream that is not open, or positions that do not continue those that
+                were announced.
+            TicketError: more blocks than a prompt of as many tokens can have.
+        """
+        if self.ticket is None or self._is_complete:
+            raise MessageError("grown", "an open stream", "none")
+        for each in message.blocks:
+            known = self._lists.setdefault(each.group, [])
+            if each.first != len(known):
+                raise MessageError(f"grown.first of group {each.group}", len(known), each.first)
+            known += each.ids
+            self._count += len(each.ids)
+        check_block_count(self._count, max_blocks_for(self.ticket.num_tokens))
+
+    def complete(self, message: Completed) -> Ticket:
+        """The lender has announced all blocks; returns the ticket with them.
+
+        Raises:
+            MessageError: of a stream that is not open, or blocks that are not those announced.
+            TicketError: more blocks than a prompt of as many tokens can have.
+        """
+        if self.ticket is None or self._is_complete:
+            raise MessageError("completed", "an open stream", "none")
+        count = sum(len(ids) for _, ids in message.blocks)
+        check_block_count(count, max_blocks_for(self.ticket.num_tokens))
+        for group, known in self._lists.items():
+            first, ids = message.blocks[group] if group < len(message.blocks) else (0, ())
+            if first != 0 or list(ids[: len(known)]) != known:
+                raise MessageError(
+                    f"completed.blocks of group {group}", "the announced blocks", "others"
+                )
+        self._is_complete = True
+        self._lists.clear()
+        blocks = tuple(BlockList(first, ids) for first, ids in message.blocks)
+        self.ticket = replace(self.ticket, blocks=blocks)
+        return self.ticket
+
+    def next_plan(self, pairing: Pairing, need: Need) -> Plan | None:
+        """The reads of what no plan has read; None if nothing was announced.
+
+        Raises:
+            PlanningError: as :meth:`pdconn.planning.plan.Pairing.plan`.
+        """
+        if self._increments is None:
+            self._increments = Increments(pairing, need)
+        if self._is_complete:
+            assert self.ticket is not None
+            return self._increments.plan_rest(self.ticket.blocks)
+        return self._increments.plan_announced(self._announced(len(pairing.lent_num_blocks)))
+
+    def _announced(self, num_groups: int) -> Sequence[BlockList]:
+        return [BlockList(0, tuple(self._lists.get(group, ()))) for group in range(num_groups)]

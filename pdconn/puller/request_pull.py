@@ -1,0 +1,227 @@
+"""The pull of a request: its ticket or stream, its plan, its checksums, and what was measured.
+
+The machine of :mod:`pdconn.lifecycle.pull` decides; this is what it decides about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pdconn.lifecycle import pull as machine
+from pdconn.lifecycle.pull import Effect, Patience, Pull, PullState, ToLender
+from pdconn.planning.plan import Moved, Need
+from pdconn.planning.planning_errors import PlanningError
+from pdconn.protocol import messages
+from pdconn.protocol.early import EarlyTicket
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import Checksum, FromReader, Reader
+from pdconn.protocol.ticket import Ticket, check_blocks
+from pdconn.puller.commands import ClaimOutcome, ClaimTicket, PullRecord
+from pdconn.puller.following import FollowedStream
+from pdconn.puller.peers import Peer, PeerPull, Rank
+from pdconn.puller.reads import Summed
+from pdconn.puller.verification import Verification
+from transport import ReadStats, TransportError
+
+
+@dataclass(slots=True)
+class Measured:
+    """Times and sizes of a pull as they become known; clock readings in seconds."""
+
+    claimed: float
+    asked: float = 0.0
+    granted: float = 0.0
+    plan_s: float = 0.0
+    plan_began: float = 0.0
+    moved: Moved = field(default_factory=Moved)
+    begins: tuple[tuple[int, int], ...] = ()
+    num_descriptors: int = 0
+    post_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def add_read(self, stats: ReadStats) -> None:
+        """One of the reads settled."""
+        self.num_descriptors += stats.num_descriptors
+        self.post_s = max(self.post_s, stats.post_s)
+        self.transfer_s = max(self.transfer_s, stats.transfer_s)
+
+    def record(self, request: str, now: float) -> PullRecord:
+        """The pull was received at ``now``."""
+        return PullRecord(
+            request,
+            self.moved,
+            self.num_descriptors,
+            self.granted - self.claimed,
+            self.plan_s,
+            self.plan_s if 0 < self.granted <= self.plan_began else 0.0,
+            self.post_s,
+            self.transfer_s,
+            now - self.asked,
+            now - self.claimed,
+            self.begins,
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestPull(PeerPull):
+    """The pull of a request, of what its ticket names.
+
+    Attributes:
+        ticket: None until the lender has named the request of an early ticket.
+        digest: of the ticket; of the early one until it is complete.
+        stream: what an early ticket names; None with a ticket.
+        is_awaited: whether the engine hears what comes of the claim; ``told``: the state it knows,
+            and whether the ticket was complete.
+    """
+
+    is_requested: ClassVar[bool] = True
+
+    request: str
+    reader: Reader
+    ticket: Ticket | None
+    digest: bytes
+    measured: Measured
+    stream: FollowedStream | None = None
+    need: Need | None = None
+    verification: Verification | None = None
+    is_awaited: bool = False
+    told: tuple[PullState, bool] | None = None
+
+    @classmethod
+    def claiming(
+        cls,
+        command: ClaimTicket,
+        peer: Peer,
+        me: Rank,
+        patience: Patience,
+        *,
+        verify: bool,
+        at: float,
+    ) -> RequestPull:
+        """The pull for ``command``, whose claim is not sent yet."""
+        given = command.ticket
+        stream = FollowedStream(given) if isinstance(given, EarlyTicket) else None
+        return cls(
+            pull=command.pull,
+            machine=Pull(patience, at, verify, follows=stream is not None),
+            peer=peer,
+            request=command.request,
+            reader=Reader(command.pull, me.rank, me.of),
+            ticket=None if isinstance(given, EarlyTicket) else given,
+            digest=given.digest(),
+            measured=Measured(claimed=at),
+            stream=stream,
+            is_awaited=command.is_awaited,
+        )
+
+    def message(self, effect: ToLender) -> FromReader:
+        """What the lender is sent."""
+        if self.ticket is None:
+            assert self.stream is not None
+            name = self.stream.early.stream
+            if isinstance(effect, machine.SendClaim):
+                return messages.Follow(effect.seq, name, self.reader)
+            return messages.Done(name, self.reader, self.digest)
+        request = self.ticket.request_id
+        if isinstance(effect, machine.SendClaim):
+            return messages.Claim(effect.seq, request, self.reader, self.digest)
+        if isinstance(effect, machine.SendRenew):
+            return messages.Renew(effect.seq, request, self.reader)
+        if isinstance(effect, machine.SendConfirm):
+            return messages.Confirm(effect.seq, request, self.reader, self.digest)
+        return messages.Done(request, self.reader, self.digest)
+
+    def claim_outcome(self) -> ClaimOutcome | None:
+        """What the engine must hear of its claim now."""
+        pull, reader = self.machine, self.reader
+        # Once the blocks are wanted, it is the pull that is reported, received or failed.
+        known = pull.state, pull.is_complete
+        if not self.is_awaited or pull.wanted or known == self.told:
+            return None
+        if pull.state not in (PullState.HELD, PullState.FAILED):
+            return None
+        self.told = known
+        ticket = None if self.stream is None else self.ticket
+        return ClaimOutcome(self.request, reader.pull, reader.rank, pull.reason, ticket)
+
+    def make_plan(self, clock: Callable[[], float]) -> None:
+        """As :meth:`pdconn.puller.peers.PeerPull.make_plan`."""
+        pairing = self.peer.pairing
+        assert pairing is not None
+        assert self.need is not None
+        began, known = clock(), self.measured
+        try:
+            if self.stream is None:
+                assert self.ticket is not None
+                plan = pairing.plan(self.need, self.ticket.blocks)
+            elif (announced := self.stream.next_plan(pairing, self.need)) is not None:
+                plan = announced
+            else:
+                return
+            self.plan = plan
+            if not known.plan_began:
+                self.gaps = pairing.gaps(self.need)
+        except (PlanningError, TransportError) as error:
+            self.plan = f"{type(error).__name__}: {error}"
+        else:
+            known.moved, known.begins = plan.moved, plan.begins
+            known.plan_began, known.plan_s = began, known.plan_s + clock() - began
+
+    def heard_of_stream(self, message: messages.StreamReply, now: float) -> list[Effect]:
+        """The lender has sent something of the request that is followed.
+
+        Raises:
+            ProtocolError: at the wrong time, or not what it has announced.
+        """
+        stream = self.stream
+        if stream is None:
+            raise MessageError("message", "no stream", type(message).__name__.lower())
+        if isinstance(message, messages.Parked):
+            return self.machine.parked(message.seq, message.ttl_ms / 1000, now)
+        if isinstance(message, messages.Opened):
+            self.ticket = stream.open_stream(message)
+            return []
+        if isinstance(message, messages.Grown):
+            stream.grow(message)
+            return self.machine.grew(now)
+        ticket = self.ticket = stream.complete(message)
+        self.digest = ticket.digest()
+        if self.peer.pairing is not None:
+            check_blocks(ticket.blocks, self.peer.pairing.lent_num_blocks)
+        return self.machine.completed(now)
+
+    def heard_checksum(self, theirs: Checksum, now: float, counts: Counter[str]) -> list[Effect]:
+        """The lender has told a checksum.
+
+        Raises:
+            MessageError: there was no such request, or it was answered before.
+        """
+        if self.verification is None:
+            return []
+        self.verification.heard(theirs.number, theirs.answer)
+        if not self.verification.is_answered:
+            return []
+        return [*self.machine.answered(now), *self._compare(self.verification, now, counts)]
+
+    def summed(self, ours: Summed, now: float, counts: Counter[str]) -> list[Effect]:
+        """Our side's checksums are known, or why there are none."""
+        assert self.verification is not None
+        if ours.error is not None:
+            return self.unverified(f"no checksum of ours: {ours.error}", now, counts)
+        self.verification.ours = ours.answers
+        return self._compare(self.verification, now, counts)
+
+    def unverified(self, why: str, now: float, counts: Counter[str]) -> list[Effect]:
+        """There will be no checksums to compare."""
+        counts["pulls_unverified"] += 1
+        return self.machine.verified(f"unverified: {why}", now)
+
+    def _compare(self, known: Verification, now: float, counts: Counter[str]) -> list[Effect]:
+        if not known.is_complete:
+            return []
+        problem = known.problem()
+        counts["pulls_verified" if problem is None else "pulls_corrupted"] += 1
+        return self.machine.verified(problem, now)
