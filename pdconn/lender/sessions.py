@@ -439,10 +439,10 @@ class LenderSessions:
         request = self._streams.request_of(message.request) or message.request
         reader = message.reader
         self._streams.remove_reader(request, reader)
-        has_no_ticket = request != message.request or self._streams.is_growing(request)
         is_ours = reader in session.claimed.get(request, ())
         self._drop_claim(session, request, reader)
-        if is_ours and has_no_ticket:
+        # There is no ticket to repeat, but who knows the stream, or was granted the claim.
+        if request != message.request or (is_ours and self._streams.is_growing(request)):
             self._free(self._leases.leave_lease(request, reader, now))
         else:
             self._free(self._leases.end_claim(request, reader, message.ticket, now))

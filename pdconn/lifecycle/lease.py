@@ -304,7 +304,7 @@ class Lease:
         entered = TRANSITIONS.get((self.state, cause))
         if entered is not None:
             self.state = entered
-            self._cause = self._cause or _CAUSES[cause]
+            self._cause = self._cause or _CAUSES.get(cause)
 
     def _drain(self, now: float) -> None:
         if self.state is not LeaseState.CLOSING:

@@ -137,5 +137,10 @@ class ClaimOutcome:
     problem: str | None = None
     ticket: Ticket | None = None
 
+    @property
+    def is_final(self) -> bool:
+        """Whether no other outcome is expected: the ticket is complete, or there is a problem."""
+        return self.problem is not None or self.ticket is None or bool(self.ticket.blocks)
+
 
 Report = PullRecord | FailedPull | Released | ClaimOutcome

@@ -334,20 +334,24 @@ class Pulls:
 
     def _perform(self, entry: PeerPull, effects: list[Effect]) -> None:
         """Perform ``effects`` and those that they lead to; then forget the entry if it is over."""
+        effects = effects or self._settled_idle(entry)
         while effects:
             following: list[Effect] = []
             for effect in effects:
                 following += self._perform_one(entry, effect)
-            effects = following
-            if not effects and entry.machine.state is PullState.DRAINING and not entry.reading:
-                # It has failed while it waited for the lender's announcements.
-                effects = entry.machine.settled(entry.error, self._clock())
+            effects = following or self._settled_idle(entry)
         if isinstance(entry, RequestPull) and (outcome := entry.claim_outcome()) is not None:
             self.reports.append(outcome)
         if entry.machine.state in ENDED:
             self._forget_if_over(entry)
         else:
             self._alarms.set_alarm(entry)
+
+    def _settled_idle(self, entry: PeerPull) -> list[Effect]:
+        """Settle a pull that has failed while it waited for announcements, with no read posted."""
+        if entry.machine.state is not PullState.DRAINING or entry.reading:
+            return []
+        return entry.machine.settled(entry.error, self._clock())
 
     def _perform_one(self, entry: PeerPull, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""

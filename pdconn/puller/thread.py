@@ -334,7 +334,9 @@ class Puller(Closing):
         results = PullResults.from_reports(reported.reports)
         reported.reports.clear()
         self._num_unreported -= len(results.records) + len(results.failed)
-        self._awaited.difference_update(outcome.request for outcome in results.claims)
+        self._awaited.difference_update(
+            outcome.request for outcome in results.claims if outcome.is_final
+        )
         return results
 
     def wait_for_report(self, timeout_s: float) -> None:

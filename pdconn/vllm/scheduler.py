@@ -29,6 +29,7 @@ from pdconn.vllm.config import Settings
 from pdconn.vllm.identity.adapters import AdapterReader
 from pdconn.vllm.identity.changes import WeightChanges
 from pdconn.vllm.identity.greeting import Greeting
+from pdconn.vllm.lends.growing import GrowingRequests
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.waits import BlockWaits
 from pdconn.vllm.metadata import PdHandshake, PdMetadata
@@ -136,6 +137,7 @@ class PdScheduler:
                 num_lookahead=lookahead,
                 stop=stop,
             )
+            lending.growing = GrowingRequests(config)
             if self._adapters is not None:
                 lending.tickets.proof_of_adapter = self._adapters.proof_of
         if transfer.is_kv_consumer:

@@ -66,9 +66,10 @@ class Serving:
         while turn.wake_at <= now:
             turn = self._sessions.turn(now)
             pending += turn.pending
-        for ended in self._sessions.freed:
-            self._freed(ended)
-        self._sessions.freed.clear()
+        for report in self._sessions.reports:
+            if isinstance(report, FreedLease):
+                self._freed(report)
+        self._sessions.reports.clear()
         for session in pending:
             self._say(session)
         self._alarm.set(None if turn.wake_at == math.inf else turn.wake_at, self.turn)

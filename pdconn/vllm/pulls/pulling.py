@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from pdconn.planning.plan import Need
+from pdconn.protocol.early import EarlyTicket, parse_early_ticket
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.prefix import parse_prefix_ticket, ticket_from
 from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
@@ -34,6 +35,7 @@ from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.identity.adapters import AdapterReader
 from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
+from pdconn.vllm.patches.pool.admitted_blocks import blocks_for, num_free_blocks
 from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
 from pdconn.vllm.patches.request_writes import ask_of_wrong_params
 from pdconn.vllm.prompt import parent_of
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from pdconn.vllm.identity.greeting import Greeting
 
 log = logging.getLogger(__name__)
+
+EARLY_SPARES = 0.1
+"""Share of the engine's blocks that must stay free when a request is given some early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ class Pulling(SchedulerPart):
         self.doubt = ""
         self.adapters: AdapterReader | None = None
         self.take_back_own: Callable[[Ticket], None] | None = None
+        self._manager: Any = None
         self._splits: Splits | None = None
         self._tracked: dict[str, Tracked] = {}
         self._pulling = StartedPulls()
@@ -142,6 +148,7 @@ class Pulling(SchedulerPart):
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take vLLM's ``KVCacheManager``."""
+        self._manager = manager
         self._pulled.use_manager(manager, self.pulled_until)
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
@@ -168,9 +175,11 @@ class Pulling(SchedulerPart):
             for request_id, tracked in self._tracked.items():
                 if tracked.pulling:
                     self._commands.append(FailPull(request_id, "the engine has slept"))
-                elif tracked.ticket is not None:
+                elif (claims := tracked.claims) is not None:
                     tracked.claim.granted.clear()
-                    self._claim(request_id, tracked, tracked.ticket)
+                    if tracked.claim.stream is not None:
+                        tracked.ticket = None  # named again
+                    self._claim(request_id, tracked, claims)
 
     # A request
 
@@ -186,6 +195,11 @@ class Pulling(SchedulerPart):
             return
         parent = parent_of(request.request_id)
         try:
+            early = parse_early_ticket(params)
+            if early is not None:
+                claim = ClaimGrants(awaited=self._rules.num_ranks, stream=early)
+                self._track(request, Tracked(None, None, parent, claim=claim), early)
+                return
             ticket = parse_ticket(params, max_blocks_for(self._num_tokens(request)))
         except TicketError as error:
             self._tracked[request.request_id] = Tracked(None, str(error), parent)
@@ -213,20 +227,20 @@ class Pulling(SchedulerPart):
         tracked = Tracked(ticket, None, parent_of(name), claim=claim, prefix=ticket.num_tokens)
         self._track(request, tracked, ticket)
 
-    def _track(self, request: Any, tracked: Tracked, ticket: Ticket) -> None:
+    def _track(self, request: Any, tracked: Tracked, ticket: Ticket | EarlyTicket) -> None:
         self._tracked[request.request_id] = tracked
         if self.doubt:
             self._lost(request.request_id, self.doubt)
         elif ticket.incarnation == self._rules.incarnation:
             # A router may choose one engine for both legs.  A transport cannot read from itself,
             # and the KV is in this engine's own cache.
-            if self.take_back_own is not None:
+            if self.take_back_own is not None and isinstance(ticket, Ticket):
                 self.take_back_own(ticket)
             self._lost(request.request_id, "this engine has issued it, and looks in its own cache")
-        elif self._pulling.has_begun(ticket, tracked.parent):
+        elif self._pulling.has_begun(key_of(ticket), tracked.parent):
             # A sibling of a best-of-n request pulls with the ticket, and may have consumed the
             # lease: wait for its blocks, or compute.
-            tracked.ticket, tracked.follows = None, key_of(ticket)
+            tracked.drop_ticket()
         else:
             self._claim(request.request_id, tracked, ticket)
 
@@ -262,14 +276,23 @@ class Pulling(SchedulerPart):
             return NOTHING if is_computed else (count, True)
         is_known = self._knows_adapter(request, tracked)
         # 4. A sibling pulls with the same ticket: its blocks will be a local hit.
-        key = tracked.follows if tracked.ticket is None else key_of(tracked.ticket)
-        if self._rules.prefix_caching and key in self._pulling:
+        if self._rules.prefix_caching and tracked.key in self._pulling:
             return ASK_AGAIN
         # 5. The ticket was given up.
-        if tracked.ticket is None:
+        if tracked.claims is None:
             return NOTHING
-        # 6. The ticket is promised once its claim is held, and its adapter is known to be ours.
-        return (count, True) if is_known and tracked.claim.is_held else ASK_AGAIN
+        # 6. The ticket is promised once its claim is held, and its adapter is known to be ours.  If
+        #    its request is still being computed, there must be blocks to spare.
+        is_promised = is_known and tracked.claim.is_held and self._has_room(request, tracked)
+        return (count, True) if is_promised else ASK_AGAIN
+
+    def _has_room(self, request: Any, tracked: Tracked) -> bool:
+        """Whether a request may have blocks before the lender has computed all that fills them."""
+        if not tracked.is_early or self._manager is None:
+            return True
+        needed = blocks_for(self._manager, request.num_tokens)
+        spare = EARLY_SPARES * self._manager.block_pool.num_gpu_blocks
+        return num_free_blocks(self._manager) - needed >= spare
 
     def _until(self, request: Any, tracked: Tracked) -> int:
         """Tokens of the prompt that are pulled, or that the engine holds already."""
@@ -283,7 +306,8 @@ class Pulling(SchedulerPart):
                 continue
             if outcome.problem is None:
                 tracked.claim.granted.add(outcome.rank)
-            elif tracked.ticket is not None and tracked.problem is None:
+                tracked.ticket = outcome.ticket or tracked.ticket
+            elif tracked.claims is not None and tracked.problem is None:
                 self._lost(outcome.request, outcome.problem)
 
     def pulled_until(self, request: Any) -> int:
@@ -294,10 +318,10 @@ class Pulling(SchedulerPart):
         self._check(request, tracked)
         if tracked.problem is not None or not self._knows_adapter(request, tracked):
             return 0
-        ticket = tracked.ticket
-        if ticket is None or (self._rules.prefix_caching and key_of(ticket) in self._pulling):
+        if tracked.claims is None or (self._rules.prefix_caching and tracked.key in self._pulling):
             return 0
-        return self._until(request, tracked) if tracked.claim.is_held else 0
+        is_promised = tracked.claim.is_held and self._has_room(request, tracked)
+        return self._until(request, tracked) if is_promised else 0
 
     def update_state_after_alloc(
         self,
@@ -315,13 +339,14 @@ class Pulling(SchedulerPart):
             return
         if not tracked.prefix:  # from now on the request is computed, also if the pull fails
             request.kv_transfer_params["do_remote_prefill"] = False
-        if count <= 0 or tracked.problem is not None or tracked.ticket is None:
+        key = tracked.key
+        if count <= 0 or tracked.problem is not None or tracked.claims is None or key is None:
             self._give_up(name, tracked)
             if count > 0:
                 self._fail(name, tracked)
             return
         tracked.pulling = True
-        self._pulling.begin_pull(key_of(tracked.ticket), tracked.parent)
+        self._pulling.begin_pull(key, tracked.parent)
         tracked.blocks, local = blocks.ids, tracked.num_local
         starts = (local,) * len(tracked.blocks)
         if self.supports_divergent_local_hybrid_hits:  # groups may hold different parts of the hit
@@ -341,8 +366,10 @@ class Pulling(SchedulerPart):
         return tracked is None or tracked.over
 
     def is_load_optional(self, request_id: str) -> bool:
-        """Whether a request waits for a prefix; for a whole prompt the policy decides."""
-        return self.is_of_prefix(request_id)
+        """Whether a request waits for a prefix or a stream; for a ticket the policy decides."""
+        tracked = self._tracked.get(request_id)
+        is_stream = tracked is not None and tracked.claim.stream is not None
+        return is_stream or self.is_of_prefix(request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the workers' reports of claims, pulls, and blocks."""
@@ -371,7 +398,7 @@ class Pulling(SchedulerPart):
         """Forget a pull that the workers have reported, received or failed."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
-            self._pulling.end_pull(tracked.ticket)
+            self._pulling.end_pull(None if tracked.claims is None else tracked.key)
 
     def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
         """Give up the claim of a request that was finished, aborted, or rejected; or its pull."""
@@ -407,7 +434,7 @@ class Pulling(SchedulerPart):
     def abandon(self, request_id: str) -> None:
         """Compute a prefix that takes too long; a read in flight puts its blocks in quarantine."""
         tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.ticket is not None:
+        if tracked is not None and tracked.claims is not None:
             self._counts["prefixes_late"] += 1
             if tracked.pulling:
                 self._commands.append(AbandonPull(request_id))
@@ -423,7 +450,7 @@ class Pulling(SchedulerPart):
     def weights_changed(self) -> None:
         """Drop the tickets: their KV is of other weights than ours."""
         for name, tracked in list(self._tracked.items()):
-            if tracked.ticket is not None and not tracked.pulling:
+            if tracked.claims is not None and not tracked.pulling:
                 self._lost(name, "our weights have changed")
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
@@ -444,7 +471,7 @@ class Pulling(SchedulerPart):
         commands, self._commands = self._commands, []
         return commands
 
-    def _claim(self, request_id: str, tracked: Tracked, ticket: Ticket) -> None:
+    def _claim(self, request_id: str, tracked: Tracked, ticket: Ticket | EarlyTicket) -> None:
         self._number += 1
         claim = tracked.claim
         claim.pull = f"{self._rules.incarnation}/{self._number}"
@@ -491,17 +518,17 @@ class Pulling(SchedulerPart):
         If a sibling pulls with the ticket, the request waits for its blocks.
         """
         tracked = self._tracked[request_id]
-        ticket = tracked.ticket
-        assert ticket is not None
+        claims = tracked.claims
+        assert claims is not None
         log.warning(
             "pdconn: ticket dropped: %s request=%s lender=%s",
             problem,
             shown(request_id),
-            PeerKey.from_ticket(ticket),
+            PeerKey.from_ticket(claims),
         )
         self._counts["tickets_gone"] += 1
         self._commands.append(CancelPull(request_id))
-        tracked.ticket, tracked.follows = None, key_of(ticket)
+        tracked.drop_ticket()
 
     def _fail(self, request_id: str, tracked: Tracked) -> None:
         self._tracked[request_id] = tracked
@@ -511,6 +538,6 @@ class Pulling(SchedulerPart):
     def _give_up(self, request_id: str, tracked: Tracked) -> None:
         """Give up the claim of a request that pulls nothing; the lender is notified."""
         del self._tracked[request_id]
-        if tracked.ticket is not None:
+        if tracked.claims is not None:
             self._commands.append(CancelPull(request_id))
-            tracked.ticket = None
+            tracked.ticket = tracked.claim.stream = None

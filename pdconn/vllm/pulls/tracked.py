@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import Ticket, TicketCut
 from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digests, prompt_digest
@@ -22,11 +23,13 @@ class ClaimGrants:
     Attributes:
         awaited: to how many ranks it must be granted before the ticket is promised.
         granted: ranks to which it was, if the engine waits for that.
+        stream: the early ticket that it is for; None for a ticket.
     """
 
     pull: str = ""
     awaited: int = 0
     granted: set[int] = field(default_factory=set)
+    stream: EarlyTicket | None = None
 
     @property
     def is_held(self) -> bool:
@@ -39,6 +42,9 @@ class Tracked:
     """A request with a ticket, from its arrival to its pull or its end.
 
     Attributes:
+        ticket: None once it is given up, and while an early ticket's request is not known.  Without
+            blocks while that request is being computed.
+        problem: why the ticket is not valid.
         follows: the ticket with which a sibling pulls, if the request has none of its own.
         blocks: the engine's blocks that the pull writes to, with holes, by group.
         num_local: tokens of the last local hit.
@@ -64,9 +70,29 @@ class Tracked:
     prefix: int = 0
 
     @property
+    def claims(self) -> Ticket | EarlyTicket | None:
+        """What it claims; None once that is given up."""
+        return self.claim.stream or self.ticket
+
+    @property
+    def key(self) -> tuple[str, str] | None:
+        """What identifies its ticket, or that of the sibling that it follows."""
+        return self.follows if self.claims is None else key_of(self.claims)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the request whose KV it pulls is still being computed."""
+        return self.claim.stream is not None and not (self.ticket and self.ticket.blocks)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it has a claim, granted or not, and no blocks."""
-        return self.ticket is not None and self.problem is None and not self.pulling
+        return self.claims is not None and self.problem is None and not self.pulling
+
+    def drop_ticket(self) -> None:
+        """Give the ticket up; a sibling that pulls with it is followed."""
+        self.follows = self.key
+        self.ticket = self.claim.stream = None
 
     def is_open(self, request: Any) -> bool:
         """Whether the ticket may still be promised."""
@@ -113,19 +139,20 @@ class StartedPulls:
             while len(self._begun) > _REMEMBERED:
                 self._begun.popitem(last=False)
 
-    def end_pull(self, ticket: Ticket | None) -> None:
+    def end_pull(self, key: tuple[str, str] | None) -> None:
         """Record the end of a pull; None: there was no pull."""
-        if ticket is not None and (left := self._under_way.pop(key_of(ticket), 1) - 1) > 0:
-            self._under_way[key_of(ticket)] = left
+        if key is not None and (left := self._under_way.pop(key, 1) - 1) > 0:
+            self._under_way[key] = left
 
-    def has_begun(self, ticket: Ticket, parent: str | None) -> bool:
-        """Whether a sibling pulls, or has pulled, with ``ticket``."""
-        return parent is not None and (*key_of(ticket), parent) in self._begun
+    def has_begun(self, key: tuple[str, str], parent: str | None) -> bool:
+        """Whether a sibling pulls, or has pulled, with the ticket that ``key`` identifies."""
+        return parent is not None and (*key, parent) in self._begun
 
 
-def key_of(ticket: Ticket) -> tuple[str, str]:
-    """What identifies a ticket: the lender's incarnation, and the request there."""
-    return ticket.incarnation, ticket.request_id
+def key_of(ticket: Ticket | EarlyTicket) -> tuple[str, str]:
+    """What identifies a ticket: the lender's incarnation, and the request or its stream."""
+    name = ticket.stream if isinstance(ticket, EarlyTicket) else ticket.request_id
+    return ticket.incarnation, name
 
 
 def _problem_of_prompt(request: Any, ticket: Ticket, has_states: bool) -> str | None:

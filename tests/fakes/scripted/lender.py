@@ -17,12 +17,16 @@ from pdconn.lender.sessions import (
     AbortAll,
     AbortUnclaimed,
     EngineCommand,
+    Followed,
+    LenderReport,
     LenderSessions,
     RevokeAll,
     Session,
 )
+from pdconn.lender.streams import StreamCompletion, StreamGrowth, StreamOffer
 from pdconn.lifecycle.lease import FreedLease, LeaseOffer
-from pdconn.protocol.messages import FromLender, FromReader, Welcome
+from pdconn.protocol.messages import FromLender, FromReader, GrownBlocks, Welcome
+from pdconn.protocol.ticket import Ticket
 
 
 class InlineLender:
@@ -46,7 +50,7 @@ class InlineLender:
         self._clock, self.port, self.is_closed = clock, port, False
         self.sessions = LenderSessions(welcome, is_summing)
         self._inbox: list[EngineCommand] = []
-        self._freed: list[FreedLease] = []
+        self._reports: list[LenderReport] = []
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
         self._inbox.append(LeaseOffer(request, ticket, ttl_s, self._clock()))
@@ -63,9 +67,27 @@ class InlineLender:
     def revoke_all(self) -> None:
         self._inbox.append(RevokeAll())
 
+    def open_stream(
+        self, request: str, stream: str, header: tuple[int, str, str], ttl_s: float
+    ) -> None:
+        self._inbox.append(StreamOffer(request, stream, *header, ttl_s, self._clock()))
+
+    def grow_stream(self, request: str, blocks: tuple[GrownBlocks, ...]) -> None:
+        self._inbox.append(StreamGrowth(request, blocks))
+
+    def complete_stream(self, stream: str, ticket: Ticket, ttl_s: float) -> None:
+        offer = LeaseOffer(ticket.request_id, ticket.digest(), ttl_s, self._clock())
+        self._inbox.append(StreamCompletion(offer, stream, ticket))
+
     def take_freed(self) -> list[FreedLease]:
-        freed, self._freed = self._freed, []
+        freed = [report for report in self._reports if isinstance(report, FreedLease)]
+        self._reports = [one for one in self._reports if not isinstance(one, FreedLease)]
         return freed
+
+    def take_followed(self) -> list[Followed]:
+        followed = [report for report in self._reports if isinstance(report, Followed)]
+        self._reports = [one for one in self._reports if not isinstance(one, Followed)]
+        return followed
 
     def take_lease_counts(self) -> dict[str, int]:
         counts = dict(self.sessions.counts)
@@ -83,8 +105,8 @@ class InlineLender:
         """Do what the engine has asked for, and report."""
         self._apply()
         self.sessions.turn(self._clock())
-        self._freed += self.sessions.freed
-        self.sessions.freed.clear()
+        self._reports += self.sessions.reports
+        self.sessions.reports.clear()
 
     def say(self, session: Session, *messages: FromReader) -> list[FromLender]:
         """A reader's messages arrive; what it is answered in the turn in which they do."""
