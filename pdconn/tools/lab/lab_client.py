@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.samples import Sample
 
+from pdconn.protocol.early import EarlyTicket
 from pdconn.router.fleet.prometheus_page import all_samples
 from pdconn.router.openai.bodies import lend_params
 from pdconn.router.openai.event_stream import DONE, event_data
@@ -250,3 +253,38 @@ def answer_of(completions: Sequence[Completion]) -> Answer:
 
 def _by_id(position: Mapping[str, float]) -> dict[int, float]:
     return {int(token.removeprefix("token_id:")): value for token, value in position.items()}
+
+
+def ask_both(
+    prefill: Client,
+    decode: Client,
+    prompt: Sequence[int],
+    max_tokens: int = 16,
+    *,
+    like: Mapping[str, Any],
+    head_start_s: float = 0.0,
+    **more: Any,
+) -> tuple[Answer, Mapping[str, Any] | None]:
+    """As :func:`prefill_then_decode`, but both are asked at once, with a stream.
+
+    Args:
+        like: an earlier ticket of ``prefill``, which says where it lends.
+        head_start_s: of prefill before decode; negative for one of decode.
+        more: is sent to the decode engine only.
+
+    Returns:
+        Decode's answer, and prefill's ticket.
+    """
+    early = EarlyTicket.like(like, secrets.token_hex(16))
+    params = {**lend_params(), "pdconn": {"stream": early.stream}}
+
+    def prefilled() -> Mapping[str, Any] | None:
+        time.sleep(max(0.0, -head_start_s))
+        return prefill.complete(prompt, 1, kv_transfer_params=params).kv_transfer_params
+
+    with ThreadPoolExecutor(1) as other:
+        ticket = other.submit(prefilled)
+        time.sleep(max(0.0, head_start_s))
+        early_params = early.to_params()
+        answer = decode.complete(prompt, max_tokens, kv_transfer_params=early_params, **more)
+        return answer, ticket.result()
