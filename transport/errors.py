@@ -32,7 +32,7 @@ class FieldError(Exception):
     def prefixed(self, owner: str) -> Self:
         """The same error with a longer path to its field: ``owner``, with a separator, precedes it.
 
-        >>> print(FieldError("tp", "a number above 0", 0).of("--prefill "))
+        >>> print(FieldError("tp", "a number above 0", 0).prefixed("--prefill "))
         --prefill tp: expected a number above 0, got 0
         """
         return type(self)(f"{owner}{self.field}", self.expected, self.seen, self.hint)

@@ -60,9 +60,9 @@ class FairQueue(Generic[Pull]):
 
     Example:
         >>> pulls = FairQueue[str]()
-        >>> pulls.add("long", 1000)
+        >>> pulls.add_pull("long", 1000)
         >>> pulls.served(10)
-        >>> pulls.add("short", 5)
+        >>> pulls.add_pull("short", 5)
         >>> pulls.first()
         'short'
     """

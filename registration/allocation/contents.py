@@ -45,7 +45,7 @@ class AttentionTensor(StridedTensor):
         >>> axes = (Axis.BLOCK, Axis.KV, Axis.TOKEN, Axis.HEAD, Axis.CONTENT)
         >>> nhd = AttentionTensor((9, 2, 16, 8, 128), axes, (0, 1, 2, 3, 4), torch.bfloat16)
         >>> [(chunk.offset, chunk.head_stride, chunk.token_stride)
-        ...     for chunk in nhd.chunks({Axis.BLOCK: nhd.page_nbytes})]
+        ...     for chunk in nhd.page_chunks({Axis.BLOCK: nhd.page_nbytes})]
         [(0, 256, 2048), (32768, 256, 2048)]
     """
 

@@ -322,7 +322,7 @@ class AnswerReader:
         is_whole: the client has the complete answer.
 
     >>> reader = AnswerReader(200, {"Content-Type": "text/event-stream"})
-    >>> reader.feed(b'data: {"error": {"code": 400}}\\n\\ndata: [DONE]\\n\\n')
+    >>> reader.read_chunk(b'data: {"error": {"code": 400}}\\n\\ndata: [DONE]\\n\\n')
     >>> reader.error, reader.is_whole
     (400, True)
     """

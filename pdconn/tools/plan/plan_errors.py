@@ -34,6 +34,6 @@ def shown(value: object) -> str:
     """A value from a file, shortened for an error of one line.
 
     >>> shown([8] * 80)
-    '[8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8...'
+    '[8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8,...'
     """
     return errors.shown(value, _SHOWN)

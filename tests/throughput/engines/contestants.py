@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from pdconn.protocol.early import EarlyTicket
 from pdconn.router.openai.bodies import lend_params
 from pdconn.tools.bench.serving.lineup import assign_engines
 from pdconn.tools.lab.engine import Engine
@@ -26,6 +27,7 @@ ANSWER_TOKENS = 8
 ALONE = "alone"
 
 PUSHING = frozenset({"in-tree-push"})
+FOLLOWING = frozenset({"pdconn-streams"})
 
 _WAKING = 5
 _TIMEOUT_S = 120.0
@@ -54,16 +56,21 @@ class Contestant:
 
     name: str
     engines: tuple[Engine, ...]
+    _tickets: list[Mapping[str, Any]] = field(default_factory=list)
 
     def answer(self, prompt: Sequence[int]) -> Taken:
         """Put one prompt through and time it."""
         if self.name in PUSHING:
-            return both_legs_at_once(*self.engines, prompt)
+            return pushed(*self.engines, prompt)
+        if self.name in FOLLOWING and self._tickets:
+            return followed(*self.engines, prompt, self._tickets[0])
         first, *rest = (Client(engine.url, _TIMEOUT_S) for engine in self.engines)
         if not rest:
             timed = first.stream(prompt, ANSWER_TOKENS)
             return Taken(0.0, timed.first_token_s, timed)
         prefill_s, ticket = _prefill(first, prompt)
+        if ticket is not None:
+            self._tickets.append(ticket)
         timed = rest[0].stream(prompt, ANSWER_TOKENS, kv_transfer_params=ticket)
         return Taken(prefill_s, timed.first_token_s, timed)
 
@@ -85,7 +92,7 @@ class Contestant:
                 engine.pause()
 
 
-def both_legs_at_once(prefill: Engine, decode: Engine, prompt: Sequence[int]) -> Taken:
+def pushed(prefill: Engine, decode: Engine, prompt: Sequence[int]) -> Taken:
     """Ask decode while prefill computes, as vLLM's proxy for NixlPushConnector does.
 
     Decode is told where prefill is, from prefill's configuration.  Both requests have one id, by
@@ -103,13 +110,29 @@ def both_legs_at_once(prefill: Engine, decode: Engine, prompt: Sequence[int]) ->
         "tp_size": prefill.spec.tensor_parallel,
         "pp_size": 1,
     }
+    return _both(prefill, decode, prompt, lend_params(), place, request_id=request)
+
+
+def followed(prefill: Engine, decode: Engine, prompt: Sequence[int], like: object) -> Taken:
+    """Ask both at once, as our router does; ``like``: an earlier ticket of prefill."""
+    early = EarlyTicket.like(like, secrets.token_hex(16))
+    lend = {**lend_params(), "pdconn": {"stream": early.stream}}
+    return _both(prefill, decode, prompt, lend, early.to_params())
+
+
+def _both(
+    prefill: Engine,
+    decode: Engine,
+    prompt: Sequence[int],
+    lend: Mapping[str, Any],
+    place: Mapping[str, Any],
+    **more: Any,
+) -> Taken:
     first, second = (Client(engine.url, _TIMEOUT_S) for engine in (prefill, decode))
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(
-            second.stream, prompt, ANSWER_TOKENS, kv_transfer_params=place, request_id=request
-        )
+        asked = pool.submit(second.stream, prompt, ANSWER_TOKENS, kv_transfer_params=place, **more)
         began = time.perf_counter()
-        first.complete(prompt, 1, kv_transfer_params=lend_params(), request_id=request)
+        first.complete(prompt, 1, kv_transfer_params=lend, **more)
         answered = time.perf_counter()
         timed = asked.result()
     return Taken(answered - began, timed.sent_s + timed.first_token_s - answered, timed)

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdconn.planning.plan import Moved
-from pdconn.puller.pulls import Measured
+from pdconn.puller.request_pull import Measured
 from pdconn.vllm.tracing.pull_spans import PullSpans, TracedPull, are_traced
 from tests.fakes.simulated.hooks import finished
 

@@ -63,6 +63,7 @@ CONNECTORS: Mapping[str, Connector] = MappingProxyType(
         "in-tree-tuned": Connector({**_IN_TREE, "kv_connector_module_path": _RESTING}),
         "in-tree-push": Connector(_IN_TREE_PUSH, names_engines=True),
         "pdconn": Connector(_PDCONN),
+        "pdconn-streams": Connector(_PDCONN),
         "pdconn-sample": _with(verify="sample"),
         "pdconn-always": _with(verify="always"),
         "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),
