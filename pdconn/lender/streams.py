@@ -71,7 +71,10 @@ class StreamOffer:
 
 @dataclass(frozen=True, slots=True)
 class StreamGrowth:
-    """More blocks of ``request`` are written, and stay as they are while it is lent."""
+    """More blocks of ``request`` are written, and stay as they are while it is lent.
+
+    Without blocks: the engine begins to compute it.
+    """
 
     request: str
     blocks: tuple[GrownBlocks, ...]
@@ -98,6 +101,7 @@ class _Stream(Generic[S]):
     """An open stream: what was announced, and its readers."""
 
     offer: StreamOffer
+    has_begun: bool = False
     grown: list[GrownBlocks] = field(default_factory=list)
     completed: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     readers: dict[Reader, S] = field(default_factory=dict)
@@ -109,7 +113,7 @@ class _Stream(Generic[S]):
         announced: list[StreamReply] = []
         if self.completed is not None:
             announced.append(Completed(offer.request, pull, self.completed))
-        elif self.grown:
+        elif self.has_begun:
             announced.append(Grown(offer.request, pull, tuple(self.grown)))
         return Opened(offer.stream, pull, *header), announced
 
@@ -195,6 +199,7 @@ class StreamTable(Generic[S]):
         found = self._find(growth.request)
         if found is None or found.completed is not None:
             return
+        found.has_begun = True
         found.grown += growth.blocks
         for reader, session in found.readers.items():
             yield session, Grown(growth.request, reader.pull, growth.blocks)

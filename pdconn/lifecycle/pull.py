@@ -203,11 +203,12 @@ class Pull:
         state: where the pull stands.
         wanted: whether the engine waits for a report.
         is_complete: whether all blocks were announced, as by a ticket.
+        asks_at: when the engine is to be asked for blocks, if it is not yet; the owner decides.
     """
 
     __slots__ = (
         "_deadline", "_is_parked", "_patience", "_reason", "_renew_at", "_renew_from", "_sent",
-        "_seq", "_verify", "_wait_until", "is_complete", "state", "wanted",
+        "_seq", "_verify", "_wait_until", "asks_at", "is_complete", "state", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -224,6 +225,7 @@ class Pull:
         self._seq = 0
         self.wanted = False
         self.is_complete = not follows
+        self.asks_at: float | None = None
         self._is_parked = False
         self._reason: str | None = None
 
@@ -392,6 +394,8 @@ class Pull:
         times = [self._deadline] if self._renew_at is None else [self._renew_at, self._deadline]
         if self.state is not PullState.HELD or not self.is_complete:
             times.append(self._wait_until)
+        if self.asks_at is not None:
+            times.append(self.asks_at)
         return min(times)
 
     def _copied(self, error: str | None, now: float) -> list[Effect]:

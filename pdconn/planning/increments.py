@@ -22,6 +22,26 @@ from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind
 
 
+def announced_tokens(pairing: Pairing, lent: Sequence[BlockList]) -> int:
+    """Tokens up to which every full-attention group can be read from these blocks."""
+    ends = [
+        (lent[template.their_group].first + len(lent[template.their_group].ids))
+        * template.theirs.block_tokens
+        for template in pairing.templates
+        if pairing.ours.groups[template.our_group].kind is AttentionKind.FULL
+    ]
+    return min(ends, default=0)
+
+
+def nbytes_per_token(pairing: Pairing) -> float:
+    """Bytes of full attention that are read for a token."""
+    return sum(
+        template.sub_block_nbytes / template.sub_block_tokens
+        for template in pairing.templates
+        if pairing.ours.groups[template.our_group].kind is AttentionKind.FULL
+    )
+
+
 class Increments:
     """The plans of one need.
 

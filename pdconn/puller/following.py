@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdconn.planning.increments import Increments
+from pdconn.lifecycle.pace import LenderRates, StreamPace
+from pdconn.planning.increments import Increments, announced_tokens, nbytes_per_token
 from pdconn.planning.plan import Need, Pairing, Plan
 from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.errors import MessageError
@@ -26,10 +27,13 @@ class FollowedStream:
 
     Attributes:
         ticket: of its request, once that is known; without blocks until it is complete.
+        pace: of its request, once that is known.
     """
 
-    def __init__(self, early: EarlyTicket) -> None:
+    def __init__(self, early: EarlyTicket, rates: LenderRates) -> None:
         self.early = early
+        self._rates = rates
+        self.pace: StreamPace | None = None
         self.ticket: Ticket | None = None
         self._lists: dict[int, list[int]] = {}
         self._count = 0
@@ -57,17 +61,18 @@ class FollowedStream:
             (),
             adapter=message.adapter,
         )
+        self.pace = StreamPace(self._rates, message.num_tokens)
         return self.ticket
 
-    def grow(self, message: Grown) -> None:
-        """The lender has announced more blocks.
+    def grow(self, message: Grown, pairing: Pairing, now: float) -> None:
+        """The lender has announced more blocks; the first time, none if nothing was cached.
 
         Raises:
             MessageError: of a stream that is not open, or positions that do not continue those that
                 were announced.
             TicketError: more blocks than a prompt of as many tokens can have.
         """
-        if self.ticket is None or self._is_complete:
+        if self.ticket is None or self.pace is None or self._is_complete:
             raise MessageError("grown", "an open stream", "none")
         for each in message.blocks:
             known = self._lists.setdefault(each.group, [])
@@ -76,8 +81,10 @@ class FollowedStream:
             known += each.ids
             self._count += len(each.ids)
         check_block_count(self._count, max_blocks_for(self.ticket.num_tokens))
+        tokens = announced_tokens(pairing, self._announced(len(pairing.lent_num_blocks)))
+        self.pace.note_announced(min(tokens, self.ticket.num_tokens), now)
 
-    def complete(self, message: Completed) -> Ticket:
+    def complete(self, message: Completed, now: float) -> Ticket:
         """The lender has announced all blocks; returns the ticket with them.
 
         Raises:
@@ -96,9 +103,17 @@ class FollowedStream:
                 )
         self._is_complete = True
         self._lists.clear()
+        if self.pace is not None:
+            self.pace.note_completed(now)
         blocks = tuple(BlockList(first, ids) for first, ids in message.blocks)
         self.ticket = replace(self.ticket, blocks=blocks)
         return self.ticket
+
+    def blocks_due_at(self, pairing: Pairing, now: float) -> float | None:
+        """When to ask the engine for blocks; None until the lender has begun to compute."""
+        if self._is_complete or self.pace is None:
+            return now
+        return self.pace.blocks_due_at(self.pace.num_tokens * nbytes_per_token(pairing), now)
 
     def next_plan(self, pairing: Pairing, need: Need) -> Plan | None:
         """The reads of what no plan has read; None if nothing was announced.

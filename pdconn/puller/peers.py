@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from pdconn.integrity.checks import Checks
+from pdconn.lifecycle.pace import LenderRates
 from pdconn.lifecycle.peer import TRANSITIONS, PeerState
 from pdconn.lifecycle.pull import Pull
 from pdconn.planning.plan import NO_GAPS, Gaps, Pairing, Plan
@@ -159,6 +160,7 @@ class Peer:
             made.
         ranks: its ranks that the transport is connected to; ``connecting`` more will be.
         pulls: those under way, by name.
+        rates: what was learned of it.
         reason: why it was closed; ``untrusted``: it did not authenticate.
         retired: the pulls that use it go on, and no new ones do.
     """
@@ -176,6 +178,7 @@ class Peer:
     reason: str = ""
     untrusted: bool = False
     retired: bool = False
+    rates: LenderRates = field(default_factory=LenderRates)
 
     @property
     def is_needed(self) -> bool:

@@ -318,7 +318,9 @@ class Pulls:
         peer, error = entry.peer, result.settled.error
         entry.reading -= 1
         if isinstance(entry, RequestPull):
-            entry.measured.add_read(result.settled.stats)
+            stats = result.settled.stats
+            entry.measured.add_read(stats)
+            peer.rates.learn_read(stats.nbytes, stats.transfer_s)
         if error is not None:
             entry.error = entry.error or f"{type(error).__name__}: {error}"
         if not entry.reading:
@@ -340,7 +342,10 @@ class Pulls:
             for effect in effects:
                 following += self._perform_one(entry, effect)
             effects = following or self._settled_idle(entry)
-        if isinstance(entry, RequestPull) and (outcome := entry.claim_outcome()) is not None:
+        if (
+            isinstance(entry, RequestPull)
+            and (outcome := entry.claim_outcome(self._clock())) is not None
+        ):
             self.reports.append(outcome)
         if entry.machine.state in ENDED:
             self._forget_if_over(entry)

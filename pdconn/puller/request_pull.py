@@ -103,7 +103,7 @@ class RequestPull(PeerPull):
     ) -> RequestPull:
         """The pull for ``command``, whose claim is not sent yet."""
         given = command.ticket
-        stream = FollowedStream(given) if isinstance(given, EarlyTicket) else None
+        stream = FollowedStream(given, peer.rates) if isinstance(given, EarlyTicket) else None
         return cls(
             pull=command.pull,
             machine=Pull(patience, at, verify, follows=stream is not None),
@@ -134,7 +134,7 @@ class RequestPull(PeerPull):
             return messages.Confirm(effect.seq, request, self.reader, self.digest)
         return messages.Done(request, self.reader, self.digest)
 
-    def claim_outcome(self) -> ClaimOutcome | None:
+    def claim_outcome(self, now: float) -> ClaimOutcome | None:
         """What the engine must hear of its claim now."""
         pull, reader = self.machine, self.reader
         # Once the blocks are wanted, it is the pull that is reported, received or failed.
@@ -143,9 +143,23 @@ class RequestPull(PeerPull):
             return None
         if pull.state not in (PullState.HELD, PullState.FAILED):
             return None
+        if pull.state is PullState.HELD and self._asks_later(now):
+            return None
         self.told = known
         ticket = None if self.stream is None else self.ticket
         return ClaimOutcome(self.request, reader.pull, reader.rank, pull.reason, ticket)
+
+    def _asks_later(self, now: float) -> bool:
+        """Whether it is too early for blocks for a request that is still being computed."""
+        pull, pairing = self.machine, self.peer.pairing
+        pull.asks_at = None
+        if self.stream is None or pull.is_complete or pairing is None:
+            return False
+        due = self.stream.blocks_due_at(pairing, now)
+        if due is not None and due <= now:
+            return False
+        pull.asks_at = due
+        return True
 
     def make_plan(self, clock: Callable[[], float]) -> None:
         """As :meth:`pdconn.puller.peers.PeerPull.make_plan`."""
@@ -185,9 +199,10 @@ class RequestPull(PeerPull):
             self.ticket = stream.open_stream(message)
             return []
         if isinstance(message, messages.Grown):
-            stream.grow(message)
+            assert self.peer.pairing is not None
+            stream.grow(message, self.peer.pairing, now)
             return self.machine.grew(now)
-        ticket = self.ticket = stream.complete(message)
+        ticket = self.ticket = stream.complete(message, now)
         self.digest = ticket.digest()
         if self.peer.pairing is not None:
             check_blocks(ticket.blocks, self.peer.pairing.lent_num_blocks)

@@ -5,6 +5,9 @@ announced to readers of the stream once the step that has written them is over, 
 then on.  A preempted request keeps what was announced: it may get other blocks for the same tokens
 later, and its ticket names those that were announced.
 
+Blocks that a request has hit in the cache may be those of a step in flight, of another request:
+vLLM caches blocks when it schedules a step.  So hits are announced with the first chunk.
+
 ::
 
     step               1              2              3 (last)
@@ -14,9 +17,11 @@ later, and its ticket names those that were announced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm.v1.request import RequestStatus
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import GrownBlocks
@@ -36,6 +41,9 @@ class GrowingRequest:
         request: vLLM's ``Request``.
         is_open: whether the lender knows the stream.
         is_followed: whether a reader follows it, so that its blocks are announced.
+        held: tokens that it held when it was scheduled, first or again, and what is loaded between
+            steps: only behind those it is certain that its own steps have written; None before.
+        preemptions: of it by then.
         announced: the engine's block ids by transferred group, from position 0 on.
     """
 
@@ -43,6 +51,8 @@ class GrowingRequest:
     stream: str
     is_open: bool = False
     is_followed: bool = False
+    held: int | None = None
+    preemptions: int = 0
     announced: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -101,12 +111,23 @@ class GrowingRequests:
         if (growing := self._requests.get(request_id)) is not None:
             growing.is_followed = True
 
+    def note_scheduled(self, names: Container[str]) -> list[Growth]:
+        """A step is scheduled; returns requests that are scheduled for the first time."""
+        begun = []
+        for name, growing in self._requests.items():
+            preemptions = growing.request.num_preemptions
+            if name in names and (growing.held is None or preemptions != growing.preemptions):
+                if growing.held is None and growing.is_open:
+                    begun.append(Growth(name, [], ()))
+                growing.held, growing.preemptions = growing.request.num_computed_tokens, preemptions
+        return begun
+
     def take_growth(self, splits: Splits) -> list[Growth]:
-        """What followed requests have written since the last call."""
+        """What followed requests have written in the steps that are over, since the last call."""
         found = (
             self._growth(name, growing, splits)
             for name, growing in self._requests.items()
-            if growing.is_followed and growing.is_open
+            if growing.is_followed and growing.is_open and _is_certain(growing)
         )
         return [growth for growth in found if growth is not None]
 
@@ -137,7 +158,6 @@ class GrowingRequests:
         self._requests.clear()
 
     def _growth(self, name: str, growing: GrowingRequest, splits: Splits) -> Growth | None:
-        # The engine's thread has processed the output of the step that wrote these tokens.
         written = num_computed(growing.request)
         if not any(
             written // size > len(growing.announced.get(group, ()))
@@ -157,6 +177,20 @@ class GrowingRequests:
             known += fresh
             pins += fresh
         return Growth(name, pins, tuple(grown)) if grown else None
+
+
+def _is_certain(growing: GrowingRequest) -> bool:
+    """Whether a step of the request is over since it was scheduled, first or again.
+
+    Steps are over in their order, so those of other requests that it has hit blocks of are, too.
+    """
+    request = growing.request
+    return (
+        request.status is RequestStatus.RUNNING
+        and growing.held is not None
+        and growing.preemptions == request.num_preemptions
+        and num_computed(request) > growing.held
+    )
 
 
 def _described(

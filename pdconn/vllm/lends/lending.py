@@ -202,9 +202,13 @@ class Lending(SchedulerPart):
             self.prefixes.pin_prefix(request.request_id, blocks.of_tokens(prefix[0]))
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
-        """Let the workers sum the blocks lent since the last step."""
+        """Let the workers sum the blocks lent since the last step; announce what has begun."""
         metadata.to_sum = self.take_sums()
         self.unpin_freed()
+        if self.growing and self._lender is not None:
+            self._note_followed(self.growing)
+            for begun in self.growing.note_scheduled(scheduler_output.num_scheduled_tokens):
+                self._lender.grow_stream(begun.request_id, begun.blocks)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' checksums, and announce what followed requests have written."""
@@ -328,13 +332,18 @@ class Lending(SchedulerPart):
         """Pin and announce blocks that the steps so far have written."""
         if self._lender is None:
             return
-        self._open_streams(growing)
-        for followed in self._lender.take_followed():
-            growing.note_followed(followed.request)
+        self._note_followed(growing)
         for growth in growing.take_growth(self.tickets.splits):
             self.pins.pin_more(growth.request_id, growth.pins)
             self._counts["blocks_announced"] += len(growth.pins)
             self._lender.grow_stream(growth.request_id, growth.blocks)
+
+    def _note_followed(self, growing: GrowingRequests) -> None:
+        """Open further streams, and learn which are followed."""
+        assert self._lender is not None
+        self._open_streams(growing)
+        for followed in self._lender.take_followed():
+            growing.note_followed(followed.request)
 
     def _grows(self, request_id: str) -> bool:
         return self.growing is not None and request_id in self.growing

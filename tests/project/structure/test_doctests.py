@@ -17,7 +17,7 @@ PACKAGES = ("pdconn", "transport", "registration")
 def with_examples() -> list[str]:
     """Names of modules that have examples to run."""
     files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
-    shown = (path for path in files if any(map(_is_example, path.open(encoding="utf-8"))))
+    shown = (path for path in files if any(map(_is_example, path.read_text("utf-8").splitlines())))
     return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in shown]
 
 

@@ -36,6 +36,9 @@ class Following:
     def open(self) -> None:
         self.pair.lender.open_stream("r", STREAM, (12, "prompt", ""), TTL_S)
 
+    def begin(self) -> None:
+        self.pair.lender.grow_stream("r", ())
+
     def grow(self, first: int, *ids: int) -> None:
         self.pair.lender.grow_stream("r", (GrownBlocks(0, first, ids),))
 
@@ -71,6 +74,7 @@ def following() -> Iterator[Following]:
 def test_what_is_announced_is_read_before_the_request_is_computed(following: Following) -> None:
     following.follow()
     following.open()
+    following.begin()
     [opened] = following.await_outcomes(1)
     assert opened.ticket == Ticket(
         "prefill", following.pair.incarnation, "r", following.pair.bound,
@@ -106,7 +110,7 @@ def test_a_reader_that_comes_late_is_sent_the_ticket(following: Following) -> No
     following.open()
     ticket = following.complete()
     following.follow()
-    outcome = following.await_outcomes(2)[-1]
+    [outcome] = following.await_outcomes(1)
     assert outcome.ticket == ticket
     following.read()
     assert following.pair.outcome_of("d") is None
@@ -116,6 +120,7 @@ def test_a_reader_that_comes_late_is_sent_the_ticket(following: Following) -> No
 def test_a_request_that_ends_early_fails_its_readers(following: Following) -> None:
     following.follow()
     following.open()
+    following.begin()
     following.await_outcomes(1)
     following.read()
     following.grow(0, 3)
@@ -128,6 +133,7 @@ def test_a_request_that_ends_early_fails_its_readers(following: Following) -> No
 def test_a_reader_that_leaves_early_leaves_the_lease_to_others(following: Following) -> None:
     following.follow()
     following.open()
+    following.begin()
     following.await_outcomes(1)
     following.pair.cancel("d")
     following.pair.wait(lambda: num_open(following.pair.puller) == 0)
@@ -140,6 +146,7 @@ def test_a_reader_that_leaves_early_leaves_the_lease_to_others(following: Follow
 def test_blocks_that_move_after_they_were_announced_are_not_believed(following: Following) -> None:
     following.follow()
     following.open()
+    following.begin()
     following.await_outcomes(1)
     following.read()
     following.grow(0, 3)
@@ -151,6 +158,7 @@ def test_blocks_that_move_after_they_were_announced_are_not_believed(following: 
 def test_positions_that_are_announced_twice_are_refused(following: Following) -> None:
     following.follow()
     following.open()
+    following.begin()
     following.await_outcomes(1)
     following.read()
     following.grow(0, 3)
