@@ -60,6 +60,11 @@ class Increments:
                 before = self._steps.get(template.our_group, 1)
                 self._steps[template.our_group] = lcm(before, template.sub_block_tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plans of what was announced."""
+        return self._full
+
     def plan_announced(self, lent: Sequence[BlockList]) -> Plan | None:
         """The reads of what was announced since the last plan; None if there are none.
 

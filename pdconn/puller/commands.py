@@ -75,7 +75,7 @@ class CompareAnew:
 Command = ClaimTicket | ReadBlocks | FailPull | CancelPull | AbandonPull | CompareAnew
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PullRecord:
     """One rank's pull, once it was received.  Times in seconds.
 
@@ -87,6 +87,10 @@ class PullRecord:
         total_s: from the engine's ReadBlocks to the report.
         age_s: from the request's arrival at the puller to the report.
         begins: of the plan.
+        early_s: of a request that was followed, from the engine's ReadBlocks to its completion.
+        early_nbytes: bytes whose reads were posted by then.
+        visible_s: from the completion, or from ReadBlocks if that was later, to the report.
+        num_blocks: of ours that it filled.
     """
 
     request: str
@@ -99,7 +103,12 @@ class PullRecord:
     transfer_s: float
     total_s: float
     age_s: float
+    visible_s: float
     begins: tuple[tuple[int, int], ...] = ()
+    early_s: float = 0.0
+    early_nbytes: int = 0
+    num_blocks: int = 0
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,11 @@ class FollowedStream:
         self.ticket = replace(self.ticket, blocks=blocks)
         return self.ticket
 
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of the plans made so far."""
+        return 0 if self._increments is None else self._increments.nbytes
+
     def blocks_due_at(self, pairing: Pairing, now: float) -> float | None:
         """When to ask the engine for blocks; None until the lender has begun to compute."""
         if self._is_complete or self.pace is None:

@@ -370,7 +370,7 @@ class Pulls:
         elif isinstance(effect, machine.AskChecksums):
             return self._verify(entry)
         elif isinstance(effect, machine.ReportReceived):
-            self.reports.append(entry.measured.record(entry.request, self._clock()))
+            self.reports.append(entry.record(self._clock()))
         elif isinstance(effect, machine.ReportFailed):
             self._report_failed(entry.request, effect.reason, effect.quarantined)
         elif isinstance(effect, machine.ReportReleased):

@@ -41,6 +41,8 @@ class Measured:
     num_descriptors: int = 0
     post_s: float = 0.0
     transfer_s: float = 0.0
+    completed: float | None = None
+    early_nbytes: int = 0
 
     def add_read(self, stats: ReadStats) -> None:
         """One of the reads settled."""
@@ -48,20 +50,26 @@ class Measured:
         self.post_s = max(self.post_s, stats.post_s)
         self.transfer_s = max(self.transfer_s, stats.transfer_s)
 
-    def record(self, request: str, now: float) -> PullRecord:
+    def record(self, request: str, num_blocks: int, now: float) -> PullRecord:
         """The pull was received at ``now``."""
+        completed = self.claimed if self.completed is None else self.completed
         return PullRecord(
-            request,
-            self.moved,
-            self.num_descriptors,
-            self.granted - self.claimed,
-            self.plan_s,
-            self.plan_s if 0 < self.granted <= self.plan_began else 0.0,
-            self.post_s,
-            self.transfer_s,
-            now - self.asked,
-            now - self.claimed,
-            self.begins,
+            request=request,
+            moved=self.moved,
+            num_descriptors=self.num_descriptors,
+            claim_s=self.granted - self.claimed,
+            plan_s=self.plan_s,
+            plan_wait_s=self.plan_s if 0 < self.granted <= self.plan_began else 0.0,
+            post_s=self.post_s,
+            transfer_s=self.transfer_s,
+            total_s=now - self.asked,
+            age_s=now - self.claimed,
+            visible_s=now - max(self.asked, completed),
+            begins=self.begins,
+            early_s=max(0.0, completed - self.asked),
+            early_nbytes=self.early_nbytes,
+            num_blocks=num_blocks,
+            is_followed=self.completed is not None,
         )
 
 
@@ -134,6 +142,12 @@ class RequestPull(PeerPull):
             return messages.Confirm(effect.seq, request, self.reader, self.digest)
         return messages.Done(request, self.reader, self.digest)
 
+    def record(self, now: float) -> PullRecord:
+        """The pull was received at ``now``."""
+        blocks = () if self.need is None else self.need.blocks
+        num_blocks = sum(1 for group in blocks for block in group.ids if block)
+        return self.measured.record(self.request, num_blocks, now)
+
     def claim_outcome(self, now: float) -> ClaimOutcome | None:
         """What the engine must hear of its claim now."""
         pull, reader = self.machine, self.reader
@@ -203,6 +217,8 @@ class RequestPull(PeerPull):
             stream.grow(message, self.peer.pairing, now)
             return self.machine.grew(now)
         ticket = self.ticket = stream.complete(message, now)
+        self.measured.completed = now
+        self.measured.early_nbytes = stream.nbytes_read
         self.digest = ticket.digest()
         if self.peer.pairing is not None:
             check_blocks(ticket.blocks, self.peer.pairing.lent_num_blocks)

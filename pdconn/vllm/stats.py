@@ -27,6 +27,11 @@ _HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
     "claim_s": ("pdconn:claim_seconds", "From a ticket's arrival to its claim.", _SECONDS),
     "plan_s": ("pdconn:plan_seconds", "Planning a KV pull.", _SECONDS),
     "total_s": ("pdconn:pull_seconds", "From a request's blocks to its KV.", _SECONDS),
+    "visible_s": (
+        "pdconn:pull_visible_seconds",
+        "From a request's blocks to its KV, without the time in which prefill still computed it.",
+        _SECONDS,
+    ),
 }
 
 _COUNTERS: dict[str, tuple[str, str]] = {
@@ -37,6 +42,21 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "freed_expired": ("vllm:nixl_num_kv_expired_reqs", "Leases that expired unread."),
     "pulls": ("pdconn:pulls", "KV pulls received, per rank."),
+    "pulls_followed": (
+        "pdconn:pulls_followed",
+        "KV pulls of requests that were followed while prefill computed them.",
+    ),
+    "early": ("pdconn:early_bytes", "Bytes whose reads began before prefill had computed all."),
+    "early_block_seconds": (
+        "pdconn:early_block_seconds",
+        "Seconds for which blocks were held before prefill had computed all, times blocks.",
+    ),
+    "streams": ("pdconn:streams", "Requests that could be followed while they were computed."),
+    "follows": ("pdconn:streams_followed", "Readers, per rank, that followed such a request."),
+    "blocks_announced": (
+        "pdconn:blocks_announced",
+        "Blocks announced to such readers before their request was computed.",
+    ),
     "full": ("pdconn:full_attention_bytes", "Bytes pulled of full-attention groups."),
     "window": ("pdconn:window_bytes", "Bytes pulled of windowed groups."),
     "state": ("pdconn:state_bytes", "Bytes pulled of recurrent states."),
@@ -130,7 +150,7 @@ class PdStats(KVConnectorStats):
         self.data.setdefault("counts", {})
         self.data.setdefault("gauges", {})
 
-    def add_count(self, name: str, amount: int = 1) -> None:
+    def add_count(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""
         self.data["counts"][name] = self.data["counts"].get(name, 0) + amount
 
@@ -145,11 +165,16 @@ class PdStats(KVConnectorStats):
             ("claim_s", record.claim_s),
             ("plan_s", record.plan_s),
             ("total_s", record.total_s),
+            ("visible_s", record.visible_s),
         ):
             self.data["seen"].setdefault(name, []).append(value)
         self.add_count("pulls")
         for name in ("full", "window", "state", "saved_by_window", "saved_by_hits"):
             self.add_count(name, getattr(moved, name))
+        if record.is_followed:
+            self.add_count("pulls_followed")
+            self.add_count("early", record.early_nbytes)
+            self.add_count("early_block_seconds", record.early_s * record.num_blocks)
 
     def reset(self) -> None:
         """Start a new interval."""

@@ -109,6 +109,8 @@ class PullSpans(SchedulerPart):
             "pdconn.descriptors": record.num_descriptors,
             "pdconn.post_seconds": record.post_s,
             "pdconn.transfer_seconds": record.transfer_s,
+            "pdconn.visible_seconds": record.visible_s,
+            "pdconn.early_bytes": record.early_nbytes,
         }
         for name, ago_s, takes_s, more in (
             ("pdconn.claim", record.age_s, record.claim_s, {}),

@@ -188,5 +188,11 @@ class ScriptedPuller:
             self._reports.append(outcome)
 
 
+_TIMES = (
+    "claim_s", "plan_s", "plan_wait_s", "post_s", "transfer_s", "total_s", "age_s", "visible_s",
+)  # fmt: skip
+
+
 def _record(request: str) -> PullRecord:
-    return PullRecord(request, Moved(), 0, *(0.0,) * 7)
+    times = dict.fromkeys(_TIMES, 0.0)
+    return PullRecord(request=request, moved=Moved(), num_descriptors=0, **times)

@@ -43,7 +43,7 @@ def request(name: str = "r", headers: Any = HEADERS, params: Any = None) -> Any:
 def pull(name: str = "r", rank: int = 0) -> TracedPull:
     """First heard of at 10 s, granted at 10.25, blocks at 11, received at 13."""
     measured = Measured(claimed=10.0, granted=10.25, asked=11.0, moved=Moved(full=300, window=50))
-    return TracedPull(rank, AT_NS, measured.record(name, 13.0))
+    return TracedPull(rank, AT_NS, measured.record(name, 3, 13.0))
 
 
 def lasted(span: ReadableSpan) -> tuple[float, float]:
