@@ -10,7 +10,6 @@
     choose          picks NIXL or UCX, as configured and as available
     address         the checksummed envelope around a backend's address
     regions         what is registered, and whether spans stay inside it
-    runs            merging neighbouring runs of bytes
     streams         points in a GPU's work, to wait for before memory is written
     hugepages       huge pages under host memory, and the warning where they are small
     closing         ``with`` blocks for everything that has ``close()``

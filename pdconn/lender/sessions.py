@@ -238,7 +238,7 @@ class LenderSessions:
         elif isinstance(command, StreamGrowth):
             for session, reply in self._streams.grow(command):
                 self._reply_later(session, reply)
-        else:
+        elif not self._leases.is_closing(command.offer.request):
             self.counts["lent"] += 1
             self._leases.add_lease(command.offer)
             for session, reply in self._streams.complete(command):

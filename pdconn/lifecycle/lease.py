@@ -375,6 +375,11 @@ class LeaseTable:
         """Whether the lease of ``request`` has not ended."""
         return request in self._leases
 
+    def is_closing(self, request: str) -> bool:
+        """Whether the lease of ``request`` ends once no claim on it holds."""
+        lease = self._leases.get(request)
+        return lease is not None and lease.state is LeaseState.CLOSING
+
     def is_claimed(self, request: str, reader: Reader, now: float) -> bool:
         """Whether this reader holds a claim that has not expired."""
         lease = self._leases.get(request)

@@ -1,8 +1,9 @@
 """What a pull knows of a request that its lender is still computing.
 
-A lender announces blocks by position: each position once, and in order.  Nothing of it is believed:
-the ticket at the end has the digest that the lender compares when the pull is confirmed, and the
-ticket's blocks must be those that were announced.
+A lender announces blocks by position, in order.  Nothing of it is believed: the ticket at the end
+has the digest that the lender compares when the pull is confirmed, and the ticket's blocks must be
+those that were announced.  A message that comes again is ignored if it says the same; what a lost
+message has announced is read when all is announced.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class FollowedStream:
         """The lender has named the request; returns its ticket, without blocks.
 
         Raises:
-            MessageError: it has named one before, or of another stream.
+            MessageError: it has named another one before, or of another stream.
             TicketError: a value that no ticket has.
         """
         early = self.early
-        if self.ticket is not None or message.stream != early.stream:
-            raise MessageError("opened.stream", f"{early.stream}, once", message.stream)
-        self.ticket = Ticket(
+        if message.stream != early.stream:
+            raise MessageError("opened.stream", early.stream, message.stream)
+        opened = Ticket(
             early.engine_id,
             early.incarnation,
             message.request,
@@ -61,6 +62,11 @@ class FollowedStream:
             (),
             adapter=message.adapter,
         )
+        if self.ticket is not None:
+            if replace(self.ticket, blocks=()) != opened:
+                raise MessageError("opened", "what it was before", message.request)
+            return self.ticket
+        self.ticket = opened
         self.pace = StreamPace(self._rates, message.num_tokens)
         return self.ticket
 
@@ -68,18 +74,21 @@ class FollowedStream:
         """The lender has announced more blocks; the first time, none if nothing was cached.
 
         Raises:
-            MessageError: of a stream that is not open, or positions that do not continue those that
-                were announced.
+            MessageError: of a stream that is not open, or other blocks than were announced before.
             TicketError: more blocks than a prompt of as many tokens can have.
         """
-        if self.ticket is None or self.pace is None or self._is_complete:
+        if self.ticket is None or self.pace is None:
             raise MessageError("grown", "an open stream", "none")
+        if self._is_complete:
+            return
         for each in message.blocks:
             known = self._lists.setdefault(each.group, [])
-            if each.first != len(known):
-                raise MessageError(f"grown.first of group {each.group}", len(known), each.first)
-            known += each.ids
-            self._count += len(each.ids)
+            again = known[each.first : each.first + len(each.ids)]
+            if again != list(each.ids[: len(again)]):
+                raise MessageError(f"grown.ids of group {each.group}", "those announced", "others")
+            if each.first <= len(known):
+                known += each.ids[len(again) :]
+                self._count += len(each.ids) - len(again)
         check_block_count(self._count, max_blocks_for(self.ticket.num_tokens))
         tokens = announced_tokens(pairing, self._announced(len(pairing.lent_num_blocks)))
         self.pace.note_announced(min(tokens, self.ticket.num_tokens), now)
@@ -91,8 +100,13 @@ class FollowedStream:
             MessageError: of a stream that is not open, or blocks that are not those announced.
             TicketError: more blocks than a prompt of as many tokens can have.
         """
-        if self.ticket is None or self._is_complete:
+        if self.ticket is None:
             raise MessageError("completed", "an open stream", "none")
+        blocks = tuple(BlockList(first, ids) for first, ids in message.blocks)
+        if self._is_complete:
+            if blocks != self.ticket.blocks:
+                raise MessageError("completed.blocks", "the ticket's blocks", "others")
+            return self.ticket
         count = sum(len(ids) for _, ids in message.blocks)
         check_block_count(count, max_blocks_for(self.ticket.num_tokens))
         for group, known in self._lists.items():
@@ -105,7 +119,6 @@ class FollowedStream:
         self._lists.clear()
         if self.pace is not None:
             self.pace.note_completed(now)
-        blocks = tuple(BlockList(first, ids) for first, ids in message.blocks)
         self.ticket = replace(self.ticket, blocks=blocks)
         return self.ticket
 

@@ -217,8 +217,8 @@ class RequestPull(PeerPull):
             stream.grow(message, self.peer.pairing, now)
             return self.machine.grew(now)
         ticket = self.ticket = stream.complete(message, now)
-        self.measured.completed = now
-        self.measured.early_nbytes = stream.nbytes_read
+        if self.measured.completed is None:
+            self.measured.completed, self.measured.early_nbytes = now, stream.nbytes_read
         self.digest = ticket.digest()
         if self.peer.pairing is not None:
             check_blocks(ticket.blocks, self.peer.pairing.lent_num_blocks)

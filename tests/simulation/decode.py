@@ -18,7 +18,7 @@ from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import Place, WarmUp
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedConnection
-from tests.simulation.memory import HEADS, Memory
+from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.prefill import POOL, TRAITS, Prefill
 from tests.simulation.world import Clockwork, Machine, World
 from transport import HOST
@@ -96,9 +96,7 @@ class DecodeRank:
         self.pulls.reports.clear()
         if outcome.records or outcome.failed or outcome.released or outcome.claims:
             for record in outcome.records:
-                ticket = self._engine.requests[record.request].ticket
-                lender = self._engine.lenders[ticket.port]
-                self.log.received(record.request, lender.freed_at.get(ticket, math.inf))
+                self.log.received(record.request, self._engine.freed_at(record.request))
             self._engine.reported(self, outcome)
 
     def _soon(self, peer: Peer) -> None:
@@ -138,7 +136,7 @@ class Request:
     """A request in a decode engine; ``waiting`` are the ranks that have not reported."""
 
     number: int
-    ticket: Ticket
+    ticket: Ticket | None
     blocks: tuple[int, ...] = ()
     waiting: set[int] = field(default_factory=set)
     quarantined: set[int] = field(default_factory=set)
@@ -180,6 +178,14 @@ class Decode:
         if self.world.chance(self.world.chances.cancel):
             self.world.at(self.world.rng.expovariate(5.0), lambda: self._cancel(name))
 
+    def freed_at(self, name: str) -> float:
+        """True time at which the blocks that a request pulls were given back, or lost."""
+        ticket = self.requests[name].ticket
+        assert ticket is not None
+        freed = self.lenders[ticket.port].freed_at.items()
+        key = ticket.incarnation, ticket.request_id
+        return next((at for of, at in freed if (of.incarnation, of.request_id) == key), math.inf)
+
     def reported(self, rank: DecodeRank, outcome: PullResults) -> None:
         """A rank's pulls ended, or came out of quarantine."""
         me = self.ranks.index(rank)
@@ -196,7 +202,8 @@ class Decode:
         request = self.requests.get(name)
         if request is None:
             return
-        count = len(request.ticket.blocks[0].ids)
+        assert request.ticket is not None
+        count = request.ticket.num_tokens // BLOCK_TOKENS
         if len(self.free) < count:
             self.world.at(0.05, lambda: self._schedule(name))
             return

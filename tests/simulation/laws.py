@@ -26,7 +26,7 @@ from tests.simulation.prefill import Prefill
 from tests.simulation.world import World
 from transport.testing.inprocess.faults import ReadRequest
 
-BELIEVING = (PullState.HELD, PullState.READING)
+BELIEVING = (PullState.HELD, PullState.FOLLOWING, PullState.READING)
 
 
 class LawBroken(AssertionError):
@@ -73,6 +73,7 @@ class Laws:
             self._require(
                 prefill.sessions.num_summed == 0, f"law 5: {prefill.name} keeps checksums"
             )
+            self._require(prefill.sessions.num_streams == 0, f"law 5: {prefill.name} has streams")
             self._require(
                 prefill.sessions.turn(prefill.machine.clock()).wake_at == math.inf,
                 f"law 5: {prefill.name} has alarms",
@@ -104,6 +105,8 @@ class Laws:
         for _, rank in self._ranks():
             for entry in rank.pulls._entries.values():
                 machine = entry.machine
+                if entry.ticket is None:
+                    continue
                 lender = alive.get(entry.ticket.incarnation)
                 if lender is None or machine.state not in BELIEVING:
                     continue
@@ -132,6 +135,9 @@ class Laws:
         self._subset(sessions._leases._leases, lent, f"{prefill.name} has leases of nothing")
         self._subset(
             sessions._checksums._leases, lent, f"{prefill.name} has checksums of nothing lent"
+        )
+        self._subset(
+            sessions._streams._of_request, lent, f"{prefill.name} has streams of nothing lent"
         )
         self._subset(sessions._claimants, lent, f"{prefill.name} has claimants of nothing lent")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from pdconn.protocol.messages import (
     Claim,
+    Follow,
     Granted,
     Renew,
     decode_from_lender,
@@ -44,7 +45,7 @@ class ReaderLog:
     def sent(self, body: bytes, now: float) -> None:
         """A frame was sent."""
         for message in decode_from_reader(body):
-            if isinstance(message, Claim | Renew):
+            if isinstance(message, Claim | Follow | Renew):
                 self._sent.setdefault((message.reader.pull, message.seq), now)
 
     def arrived(self, body: bytes) -> None:

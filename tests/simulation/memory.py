@@ -76,7 +76,11 @@ class Memory:
     def write(self, number: int, blocks: tuple[int, ...]) -> None:
         """Compute request ``number`` into ``blocks``."""
         for position, block in enumerate(blocks):
-            self.cells[block] = self.content(number, position)
+            self.write_block(number, position, block)
+
+    def write_block(self, number: int, position: int, block: int) -> None:
+        """Compute block ``position`` of request ``number`` into ``block``."""
+        self.cells[block] = self.content(number, position)
 
     def holds(self, number: int, blocks: tuple[int, ...]) -> bool:
         """Whether ``blocks`` hold exactly request ``number``."""

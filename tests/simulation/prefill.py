@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
 from pdconn.lender.checksums import RankSums
 from pdconn.lender.sessions import Abort, AbortAll, LenderSessions, RevokeAll
+from pdconn.lender.streams import StreamCompletion, StreamGrowth, StreamOffer
 from pdconn.lifecycle.lease import FreedLease, LeaseOffer
-from pdconn.protocol.messages import RankGeometry, Welcome
+from pdconn.protocol.early import EarlyTicket
+from pdconn.protocol.messages import GrownBlocks, RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.pool import BlockPool
@@ -23,6 +25,19 @@ POOL = 24
 RESET_S = 0.1
 """How long a reset waits for what is being read."""
 TRAITS = {"model": "simulated"}
+
+
+@dataclass
+class Growing:
+    """A request that is being computed, block by block: so many are written, and announced."""
+
+    number: int
+    blocks: tuple[int, ...]
+    ttl_s: float
+    stream: str
+    written: int = 0
+    announced: int = 0
+    is_followed: bool = False
 
 
 class Prefill:
@@ -52,7 +67,10 @@ class Prefill:
         )
         self.pool = BlockPool(POOL)
         self.lent: dict[str, Ticket] = {}
-        self._serving = Serving(self.world, self.machine, self.sessions, self._freed)
+        self.growing: dict[str, Growing] = {}
+        self._serving = Serving(
+            self.world, self.machine, self.sessions, self._freed, self._followed
+        )
 
     def lend(self, number: int, num_blocks: int, ttl_s: float) -> Ticket | None:
         """Compute and lend a request, or None when there is no room."""
@@ -62,6 +80,77 @@ class Prefill:
             return None
         self.memory.write(number, blocks)
         return self._offer(f"r{number}", blocks, ttl_s)
+
+    def stream(self, number: int, num_blocks: int, ttl_s: float) -> EarlyTicket | None:
+        """Compute a request that may be followed meanwhile, or None when there is no room."""
+        self._serving.turn_now()
+        blocks = self.pool.take(number, num_blocks)
+        if blocks is None:
+            return None
+        growing = Growing(number, blocks, ttl_s, f"stream of {number:08}")
+        request = f"r{number}"
+        self.lent[request], self.growing[request] = self._ticket(request, blocks), growing
+        header = num_blocks * BLOCK_TOKENS, "prompt", ""
+        now = self.machine.clock()
+        offer = StreamOffer(request, growing.stream, *header, ttl_s, now)
+        self.sessions.apply_command(offer, now)
+        self._grow(request, ())
+        self._compute_later(self.incarnation, request)
+        return EarlyTicket(self.name, self.incarnation, "127.0.0.1", self.port, growing.stream)
+
+    def _compute_later(self, boot: str, request: str) -> None:
+        lag_s = self.world.rng.expovariate(1 / self.world.chances.chunk_s)
+        compute = lambda: self.machine.when_awake(lambda: self._compute(boot, request))  # noqa: E731
+        self.world.at(lag_s, compute)
+
+    def _compute(self, boot: str, request: str) -> None:
+        """Compute one block more, and announce it; with the last one the request is lent."""
+        growing = self.growing.get(request)
+        if boot != self.incarnation or growing is None:
+            return
+        if self.world.chance(self.world.chances.preempt):
+            self._preempt(request, growing)
+        position = growing.written
+        self.memory.write_block(growing.number, position, growing.blocks[position])
+        growing.written += 1
+        if growing.written == len(growing.blocks):
+            del self.growing[request]
+            ticket = self.lent[request] = self._ticket(request, growing.blocks)
+            now = self.machine.clock()
+            offer = LeaseOffer(request, ticket.digest(), growing.ttl_s, now)
+            self.sessions.apply_command(StreamCompletion(offer, growing.stream, ticket), now)
+            self.turn()
+            self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
+            return
+        if growing.is_followed:
+            self._announce(request, growing)
+        self._compute_later(boot, request)
+
+    def _announce(self, request: str, growing: Growing) -> None:
+        """Announce what is written and was not announced."""
+        first, growing.announced = growing.announced, growing.written
+        fresh = growing.blocks[first : growing.announced]
+        self._grow(request, (GrownBlocks(0, first, fresh),))
+        self.world.counts["announced"] += len(fresh)
+
+    def _preempt(self, request: str, growing: Growing) -> None:
+        """Go on in other blocks from what was announced on; those before are pinned."""
+        kept, rest = growing.blocks[: growing.announced], growing.blocks[growing.announced :]
+        others = self.pool.take(growing.number, len(rest))
+        if others is None:
+            return
+        self.world.counts["preempted"] += 1
+        self.pool.give_back(rest)
+        growing.blocks, growing.written = (*kept, *others), len(kept)
+        self.lent[request] = self._ticket(request, growing.blocks)
+
+    def _grow(self, request: str, blocks: tuple[GrownBlocks, ...]) -> None:
+        self.sessions.apply_command(StreamGrowth(request, blocks), self.machine.clock())
+        self.turn()
+
+    def _followed(self, request: str) -> None:
+        if (growing := self.growing.get(request)) is not None:
+            growing.is_followed = True
 
     def lend_prefix(
         self, number: int, draw: Callable[[int], int], ttl_s: float
@@ -77,18 +166,19 @@ class Prefill:
         return of, self._offer(f"p{number}", blocks, ttl_s)
 
     def _offer(self, request: str, blocks: tuple[int, ...], ttl_s: float) -> Ticket:
-        lists = (BlockList(0, blocks),)
-        ticket = Ticket(
-            self.name, self.incarnation, request, "127.0.0.1", self.port,
-            len(blocks) * BLOCK_TOKENS, "prompt", lists,
-        )  # fmt: skip
-        self.lent[request] = ticket
+        ticket = self.lent[request] = self._ticket(request, blocks)
         now = self.machine.clock()
         self.sessions.apply_command(LeaseOffer(request, ticket.digest(), ttl_s, now), now)
         self._serving.turn_now()
         boot = self.incarnation
         self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
         return ticket
+
+    def _ticket(self, request: str, blocks: tuple[int, ...]) -> Ticket:
+        return Ticket(
+            self.name, self.incarnation, request, "127.0.0.1", self.port,
+            len(blocks) * BLOCK_TOKENS, "prompt", (BlockList(0, blocks),),
+        )  # fmt: skip
 
     def _sum(self, boot: str, ticket: Ticket) -> None:
         """What a worker does in the step after."""
@@ -141,6 +231,7 @@ class Prefill:
         if ended.request not in self.lent:
             self.freed_twice.append(ended.request)
         ticket = self.lent.pop(ended.request)
+        self.growing.pop(ended.request, None)
         self.pool.give_back(ticket.blocks[0].ids)
         self.freed_at[ticket] = self.world.now
         self.world.counts[f"freed {ended.why}"] += 1

@@ -6,6 +6,7 @@ from collections import Counter
 
 from pdconn.protocol.ticket import Ticket
 from tests.simulation.decode import Decode
+from tests.simulation.following import FollowingDecode
 from tests.simulation.laws import Laws
 from tests.simulation.prefill import Prefill, altered
 from tests.simulation.world import Chances, World
@@ -52,6 +53,9 @@ def _ask(world: World, number: int, prefills: list[Prefill], decodes: list[Decod
     if prefill.machine.is_paused or decode.machine.is_paused:
         world.counts["stood still"] += 1
         return
+    if chances.stream and world.chance(chances.stream):
+        _stream(world, number, prefill, decode)
+        return
     lent = _lend(world, number, prefill)
     if lent is None:
         world.counts["no room"] += 1
@@ -62,8 +66,28 @@ def _ask(world: World, number: int, prefills: list[Prefill], decodes: list[Decod
     if world.chance(chances.replay):
         again = rng.choice(decodes)
         world.at(rng.expovariate(1.0), lambda: again.arrive(number, ticket))
+    _befall(world, prefill, decode, ticket.request_id)
+
+
+def _stream(world: World, number: int, prefill: Prefill, decode: Decode) -> None:
+    """Ask both engines at about the same time."""
+    rng, chances = world.rng, world.chances
+    assert isinstance(decode, FollowingDecode)
+    early = prefill.stream(number, rng.randint(1, MAX_BLOCKS), rng.choice(chances.ttl_s))
+    if early is None:
+        world.counts["no room"] += 1
+        return
+    world.counts["asked"] += 1
+    world.counts["streams"] += 1
+    world.at(rng.expovariate(1 / chances.chunk_s), lambda: decode.arrive_early(number, early))
+    _befall(world, prefill, decode, f"r{number}")
+
+
+def _befall(world: World, prefill: Prefill, decode: Decode, request: str) -> None:
+    """Draw what happens to a request and to its engines."""
+    rng, chances = world.rng, world.chances
     if world.chance(chances.abort):
-        world.at(rng.expovariate(5.0), lambda: prefill.abort(ticket.request_id))
+        world.at(rng.expovariate(5.0), lambda: prefill.abort(request))
     if world.chance(chances.crash):
         world.at(rng.expovariate(5.0), prefill.crash)
     if world.chance(chances.pause):

@@ -28,11 +28,12 @@ class Serving:
         machine: Machine,
         sessions: LenderSessions,
         freed: Callable[[FreedLease], None],
+        followed: Callable[[str], None] = lambda request: None,
     ) -> None:
         self._world = world
         self._machine = machine
         self._sessions = sessions
-        self._freed = freed
+        self._freed, self._followed = freed, followed
         self._wires: dict[Session, Wire] = {}
         self._alarm = Clockwork(world, machine.clock)
         self._is_over = False
@@ -69,6 +70,8 @@ class Serving:
         for report in self._sessions.reports:
             if isinstance(report, FreedLease):
                 self._freed(report)
+            else:
+                self._followed(report.request)
         self._sessions.reports.clear()
         for session in pending:
             self._say(session)

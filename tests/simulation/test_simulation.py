@@ -133,8 +133,8 @@ def test_a_rank_that_does_not_tell_of_a_failed_claim_is_noticed(
 ) -> None:
     real = RequestPull.claim_outcome
 
-    def silent(self: RequestPull) -> ClaimOutcome | None:
-        return None if self.machine.state is PullState.FAILED else real(self)
+    def silent(self: RequestPull, now: float) -> ClaimOutcome | None:
+        return None if self.machine.state is PullState.FAILED else real(self, now)
 
     monkeypatch.setattr(RequestPull, "claim_outcome", silent)
     with pytest.raises(LawBroken, match="law 5"):

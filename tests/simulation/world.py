@@ -52,6 +52,11 @@ class Chances:
     reset: float = 0.0
     borrow: float = 0.0
     """Of a request that asks for a prefix that is lent or was, instead of computing."""
+    stream: float = 0.0
+    """Of a request that decode follows while prefill computes it, in ``chunk_s`` each block."""
+    chunk_s: float = 0.02
+    preempt: float = 0.0
+    """Of a streamed request that goes on in other blocks, but for those that were announced."""
     freeze: float = 0.0
     """As a virtual machine: its clocks stand still, too, for ``pause_s`` on average."""
 

@@ -155,7 +155,7 @@ def test_blocks_that_move_after_they_were_announced_are_not_believed(following: 
     assert "the announced blocks" in str(following.pair.outcome_of("d"))
 
 
-def test_positions_that_are_announced_twice_are_refused(following: Following) -> None:
+def test_a_position_that_is_announced_again_must_be_the_same_block(following: Following) -> None:
     following.follow()
     following.open()
     following.begin()
@@ -163,4 +163,19 @@ def test_positions_that_are_announced_twice_are_refused(following: Following) ->
     following.read()
     following.grow(0, 3)
     following.grow(0, 3)
-    assert "grown.first of group 0" in str(following.pair.outcome_of("d"))
+    following.pair.wait(lambda: following.is_read(7, 3))
+    assert not following.pair.failed
+    following.grow(0, 6, 4)
+    assert "grown.ids of group 0" in str(following.pair.outcome_of("d"))
+
+
+def test_what_a_lost_announcement_has_announced_is_read_in_the_end(following: Following) -> None:
+    following.follow()
+    following.open()
+    following.begin()
+    following.await_outcomes(1)
+    following.read()
+    following.grow(1, 4)
+    following.complete()
+    assert following.pair.outcome_of("d") is None
+    assert all(following.is_read(ours, theirs) for ours, theirs in ((7, 3), (8, 4), (9, 5)))
