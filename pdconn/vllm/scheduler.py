@@ -124,6 +124,7 @@ class PdScheduler:
         if settings.store is not None:
             storing = Storing(settings.store, vllm_config, incarnation, config)
         if transfer.is_kv_producer:
+            has_drafts = vllm_config.speculative_config is not None
             stop = ShutdownSignal(wait_s=drain_s(vllm_config))
             stop.install_handlers()
             lending = Lending(
@@ -132,12 +133,12 @@ class PdScheduler:
                 incarnation,
                 (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
                 has_states=has_states,
-                has_drafts=vllm_config.speculative_config is not None,
+                has_drafts=has_drafts,
                 block_tokens=max(g.kv_cache_spec.block_size for g in config.kv_cache_groups),
                 num_lookahead=lookahead,
                 stop=stop,
             )
-            lending.growing = GrowingRequests(config)
+            lending.growing = GrowingRequests(config, has_drafts=has_drafts)
             if self._adapters is not None:
                 lending.tickets.proof_of_adapter = self._adapters.proof_of
         if transfer.is_kv_consumer:

@@ -53,6 +53,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "streams": ("pdconn:streams", "Requests that could be followed while they were computed."),
     "follows": ("pdconn:streams_followed", "Readers, per rank, that followed such a request."),
+    "streams_gave_way": (
+        "pdconn:streams_gave_way",
+        "Requests whose readers were refused, since they were preempted and no blocks were free.",
+    ),
     "blocks_announced": (
         "pdconn:blocks_announced",
         "Blocks announced to such readers before their request was computed.",

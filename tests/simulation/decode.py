@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdconn.lifecycle.pull import Patience
@@ -96,7 +97,10 @@ class DecodeRank:
         self.pulls.reports.clear()
         if outcome.records or outcome.failed or outcome.released or outcome.claims:
             for record in outcome.records:
-                self.log.received(record.request, self._engine.freed_at(record.request))
+                ticket = self._engine.requests[record.request].ticket
+                assert ticket is not None
+                freed_at = self._engine.lenders[ticket.port].freed_at
+                self.log.received(record.request, _when_freed(ticket, freed_at))
             self._engine.reported(self, outcome)
 
     def _soon(self, peer: Peer) -> None:
@@ -129,6 +133,15 @@ class DecodeRank:
     def _hear(self, answer: JobResult) -> None:
         self.pulls.handle_result(answer)
         self.turn()
+
+
+def _when_freed(ticket: Ticket, freed_at: Mapping[Ticket, float]) -> float:
+    """When what a ticket names was given back; an early one had no blocks yet."""
+    if ticket in freed_at:
+        return freed_at[ticket]
+    key = ticket.incarnation, ticket.request_id
+    found = (at for of, at in freed_at.items() if (of.incarnation, of.request_id) == key)
+    return next(found, math.inf) if not ticket.blocks else math.inf
 
 
 @dataclass
@@ -177,14 +190,6 @@ class Decode:
         self.world.at(self.world.lag() * 10, lambda: self._schedule(name))
         if self.world.chance(self.world.chances.cancel):
             self.world.at(self.world.rng.expovariate(5.0), lambda: self._cancel(name))
-
-    def freed_at(self, name: str) -> float:
-        """True time at which the blocks that a request pulls were given back, or lost."""
-        ticket = self.requests[name].ticket
-        assert ticket is not None
-        freed = self.lenders[ticket.port].freed_at.items()
-        key = ticket.incarnation, ticket.request_id
-        return next((at for of, at in freed if (of.incarnation, of.request_id) == key), math.inf)
 
     def reported(self, rank: DecodeRank, outcome: PullResults) -> None:
         """A rank's pulls ended, or came out of quarantine."""

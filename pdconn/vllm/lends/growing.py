@@ -75,12 +75,14 @@ class GrowingRequests:
 
     Args:
         config: vLLM's KV cache configuration.
+        has_drafts: whether the engine has a drafter.  It may still write a step's blocks when the
+            step's output is processed, so nothing is announced before the ticket.
 
     Attributes:
         manager: vLLM's ``KVCacheManager``, once it is bound.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, has_drafts: bool = False) -> None:
         self.manager: Any = None
         self._config = config
         self._full = {
@@ -88,7 +90,7 @@ class GrowingRequests:
             for number, (group, kind) in enumerate(
                 zip(config.transfer_groups, kinds_of(config), strict=True)
             )
-            if kind is AttentionKind.FULL
+            if kind is AttentionKind.FULL and not has_drafts
         }
         self._requests: dict[str, GrowingRequest] = {}
 
@@ -130,6 +132,14 @@ class GrowingRequests:
             if growing.is_followed and growing.is_open and _is_certain(growing)
         )
         return [growth for growth in found if growth is not None]
+
+    def preempted(self) -> list[str]:
+        """Requests that wait to be computed on, and of which blocks are pinned; newest first."""
+        return [
+            name
+            for name, growing in reversed(self._requests.items())
+            if growing.announced and growing.request.status is not RequestStatus.RUNNING
+        ]
 
     def remove_request(self, request_id: str) -> GrowingRequest | None:
         """Forget a request: it is lent, has left the engine, or its lease has ended."""

@@ -364,6 +364,12 @@ class Lending(SchedulerPart):
 
     # Leases
 
+    def free_announced(self) -> None:
+        """End the streams of preempted requests: their blocks are pinned, and nothing can run."""
+        for name in () if self.growing is None else self.growing.preempted():
+            self._counts["streams_gave_way"] += 1
+            self._close_stream(name)
+
     def make_room(self, num_blocks: int) -> None:
         """End leases for a request that lacks ``num_blocks`` blocks."""
         self._end_leases(self.pins.give_way(num_blocks))

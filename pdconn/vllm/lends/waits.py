@@ -164,8 +164,11 @@ class BlockWaits(SchedulerPart):
         free = num_free_blocks(self._manager)
         needed = blocks_for(self._manager, max(self._asked.values(), default=0))
         lacking = max(1, needed - free)
-        if not (num_scheduled or self._loading) or lacking <= self._lending.pins.num_yielding:
+        is_still = not (num_scheduled or self._loading)
+        if is_still or lacking <= self._lending.pins.num_yielding:
             self._lending.make_room(lacking)
+        if is_still:
+            self._lending.free_announced()
 
     def _is_to_be_lent(self, request: Any) -> bool:
         params = request.kv_transfer_params

@@ -70,6 +70,7 @@ class PullRules:
         num_ranks: of this engine.
         is_awaiting: whether every rank's claim must be granted before a ticket is promised.
         has_lagging: whether states of a local hit may be of fewer tokens than full attention.
+        is_lender: whether the engine computes prompts for others, too.
     """
 
     incarnation: str
@@ -81,6 +82,7 @@ class PullRules:
     num_ranks: int = 1
     is_awaiting: bool = False
     has_lagging: bool = False
+    is_lender: bool = False
 
     @classmethod
     def from_config(
@@ -100,6 +102,7 @@ class PullRules:
             # every rank holds its claim.  Under the other policy the store is asked after the pull.
             is_awaiting=has_store and not recompute,
             has_lagging=may_lag(kv_cache_config),
+            is_lender=bool(config.kv_transfer_config.is_kv_producer),
             **more,
         )
 
@@ -290,6 +293,9 @@ class Pulling(SchedulerPart):
         """Whether a request may have blocks before the lender has computed all that fills them."""
         if not tracked.is_early or self._manager is None:
             return True
+        # Two engines that compute for each other would wait for each other's blocks.
+        if self._rules.is_lender:
+            return False
         needed = blocks_for(self._manager, request.num_tokens)
         spare = EARLY_SPARES * self._manager.block_pool.num_gpu_blocks
         return num_free_blocks(self._manager) - needed >= spare
