@@ -489,11 +489,18 @@ class PeerTable:
         peer.key = replace(peer.key, engine_id=welcome.engine_id, incarnation=welcome.incarnation)
         if welcome.engine_id == self._engine_id:
             self.close(peer, "it is this engine")
-        elif self.find_peer(peer.key) is not None:
+            return False
+        other = self.find_peer(peer.key)
+        if other is not None and (other.welcome is not None or other.pulls):
             self.close(peer, "a pull is connected to it already")
-        else:
-            self._peers[peer.key] = peer
-        return peer.state is not PeerState.CLOSED
+            return False
+        self._peers[peer.key] = peer
+        if other is not None:
+            # Its pulls were cancelled while it greeted, and only pulls give up a lost greeting.
+            left = [message for message in other.outgoing if not isinstance(message, Hello)]
+            self.close(other, "another connection was greeted first")
+            self.queue_messages(peer, left)
+        return True
 
     def _ready(self, peer: Peer) -> None:
         peer.enter("welcomed")

@@ -213,8 +213,8 @@ def test_a_puller_that_tells_grants_only_would_leave_its_engine_waiting(
     """The control."""
     honest = RequestPull.claim_outcome
 
-    def grants_only(entry: RequestPull) -> ClaimOutcome | None:
-        return None if entry.machine.state is PullState.FAILED else honest(entry)
+    def grants_only(entry: RequestPull, now: float) -> ClaimOutcome | None:
+        return None if entry.machine.state is PullState.FAILED else honest(entry, now)
 
     monkeypatch.setattr(RequestPull, "claim_outcome", grants_only)
     with Awaiting() as pair:

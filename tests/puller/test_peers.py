@@ -10,10 +10,12 @@ import pytest
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience, Pull
 from pdconn.protocol.messages import (
+    Done,
     FromLender,
     Granted,
     Hello,
     RankGeometry,
+    Reader,
     Welcome,
     decode_from_reader,
     encode,
@@ -101,6 +103,23 @@ def test_a_place_is_greeted_without_a_boot_and_its_peer_is_then_the_one_of_ticke
     assert peer.key == KEY
     assert table.to(KEY) is table.to_place("p1", 5600) is peer
     assert len(table) == 1
+
+
+def test_a_greeting_that_nobody_waits_for_gives_way_to_one_that_is_answered() -> None:
+    """A place could never be warmed otherwise; what is due to the lender is still sent."""
+    table = Table()
+    abandoned, warming = table.to(KEY), table.to_place("p1", 5600)
+    hello_of(table, abandoned)
+    hello_of(table, warming)
+    due = Done("r", Reader("d/1", 0, 1), b"0123456789abcdef")
+    table.queue_messages(abandoned, [due])
+    table.hear(warming, table.welcome())
+    assert warming.state is PeerState.READY
+    assert table.to(KEY) is warming
+    assert abandoned.state is PeerState.CLOSED
+    table.send_to(warming)
+    assert isinstance(warming.connection, ConnectionEnd)
+    assert decode_from_reader(warming.connection.sent.pop()) == [due]
 
 
 def test_two_connections_to_one_boot_become_one() -> None:
