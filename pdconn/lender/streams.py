@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -39,6 +39,8 @@ PARK_S = 20.0
 
 MAX_PARKED = 4096
 """Parked readers of one lender; some 300 bytes each."""
+MAX_PARKED_OF_ONE = MAX_PARKED // 8
+"""Of one session."""
 
 S = TypeVar("S")
 
@@ -134,11 +136,15 @@ class StreamTable(Generic[S]):
         self._remember = remember
         self._parked: dict[str, list[tuple[S, Follow]]] = {}
         self._until: list[tuple[float, int, str, Follow]] = []
-        self._num_parked = 0
+        self._parked_of: Counter[S] = Counter()
 
     def __len__(self) -> int:
         """Open streams and parked readers; 0 when all is quiet."""
         return len(self._streams) + self._num_parked
+
+    @property
+    def _num_parked(self) -> int:
+        return sum(map(len, self._parked.values()))
 
     def open_stream(self, offer: StreamOffer) -> list[tuple[S, Follow]]:
         """Open a stream; returns its parked readers, to be granted or refused.
@@ -187,10 +193,10 @@ class StreamTable(Generic[S]):
 
     def park_reader(self, session: S, message: Follow, now: float) -> bool:
         """Let a reader wait for its stream; False if too many do."""
-        if self._num_parked >= MAX_PARKED:
+        if len(self._until) >= MAX_PARKED or self._parked_of[session] >= MAX_PARKED_OF_ONE:
             return False
         self._parked.setdefault(message.stream, []).append((session, message))
-        self._num_parked += 1
+        self._parked_of[session] += 1
         heapq.heappush(self._until, (now + PARK_S, id(message), message.stream, message))
         return True
 
@@ -221,12 +227,11 @@ class StreamTable(Generic[S]):
         if found is not None:
             found.readers.pop(reader, None)
         elif name in self._parked:
-            waiting = self._parked[name]
+            waiting = self._take_parked(name)
             kept = [each for each in waiting if each[1].reader != reader]
-            self._num_parked -= len(waiting) - len(kept)
-            self._parked[name] = kept
-            if not kept:
-                del self._parked[name]
+            if kept:
+                self._parked[name] = kept
+                self._parked_of.update(session for session, _ in kept)
 
     def close_stream(self, request: str, why: RefusalReason) -> list[tuple[S, Reader]]:
         """End a stream whose lease ends; returns readers to be refused: it was not complete."""
@@ -253,7 +258,7 @@ class StreamTable(Generic[S]):
 
     def next_deadline(self) -> float:
         """When :meth:`take_overdue` is due."""
-        return self._until[0][0] if self._num_parked else math.inf
+        return self._until[0][0] if self._parked else math.inf
 
     def _find(self, request: str) -> _Stream[S] | None:
         stream = self._of_request.get(request)
@@ -261,7 +266,8 @@ class StreamTable(Generic[S]):
 
     def _take_parked(self, stream: str) -> list[tuple[S, Follow]]:
         taken = self._parked.pop(stream, [])
-        self._num_parked -= len(taken)
-        if not self._num_parked:
+        self._parked_of.subtract(session for session, _ in taken)
+        if not self._parked:
             self._until.clear()
+            self._parked_of.clear()
         return taken

@@ -354,7 +354,8 @@ class Pulls:
 
     def _settled_idle(self, entry: PeerPull) -> list[Effect]:
         """Settle a pull that has failed while it waited for announcements, with no read posted."""
-        if entry.machine.state is not PullState.DRAINING or entry.reading:
+        is_over = entry.machine.state in (PullState.DRAINING, PullState.QUARANTINED)
+        if not is_over or entry.reading:
             return []
         return entry.machine.settled(entry.error, self._clock())
 

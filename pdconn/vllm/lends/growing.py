@@ -29,6 +29,7 @@ from pdconn.vllm.blocks.kinds import kinds_of
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.lends.answers import BlockIds
+from pdconn.vllm.patches.pool.pinned_blocks import block_ids_of
 from pdconn.vllm.patches.request_writes import num_computed
 from registration.references import AttentionKind
 
@@ -174,7 +175,7 @@ class GrowingRequests:
             for group, size in self._full.items()
         ):
             return None
-        ids = TransferBlocks(self._config, self.manager.get_block_ids(name)).ids
+        ids = TransferBlocks(self._config, block_ids_of(self.manager, name)).ids
         pins: list[int] = []
         grown: list[GrownBlocks] = []
         for group, size in self._full.items():

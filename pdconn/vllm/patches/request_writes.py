@@ -28,7 +28,7 @@ SOURCES = {
 
 NEEDED = frozenset(
     ("abort_immediately", "cache_salt", "lora_request", "mm_features", "num_in_flight_tokens",
-     "num_preemptions", "prompt_embeds", "resumable", "skip_reading_prefix_cache", "status")
+     "num_preemptions", "prompt_embeds", "resumable", "skip_reading_prefix_cache")
 )  # fmt: skip
 """Fields of requests without which a property of a prompt or its progress would be missed."""
 

@@ -14,6 +14,7 @@ def vllm_request(**known: Any) -> Any:
         "lora_request": None,
         "mm_features": [],
         "num_in_flight_tokens": 0,
+        "num_preemptions": 0,
         "prompt_embeds": None,
         "resumable": False,
         "skip_reading_prefix_cache": False,

@@ -13,8 +13,8 @@ same blocks::
 
 Nothing is replaced.  A block's number is its index in ``BlockPool.blocks``.
 
-Read: ``BlockPool.blocks``, ``touch``, ``free_blocks``, ``get_num_free_blocks``, ``num_gpu_blocks``
-and ``KVCacheBlock.ref_cnt``.
+Read: ``KVCacheManager.get_block_ids``, ``BlockPool.blocks``, ``touch``, ``free_blocks``,
+``get_num_free_blocks``, ``num_gpu_blocks`` and ``KVCacheBlock.ref_cnt``.
 Checked at the start by :func:`check_pins`.  Tested by ``tests/vllm/lends/test_pins.py``.
 """
 
@@ -31,7 +31,14 @@ SOURCES = {
     "vllm.v1.core.block_pool:BlockPool.free_blocks": (774, 816),
     "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": (868, 912),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": (176, 162),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": (727, 736),
 }
+
+
+def block_ids_of(manager: Any, request_id: str) -> tuple[list[int], ...]:
+    """Block ids of a request that has been scheduled, by group of the engine; 0 is a hole."""
+    ids: tuple[list[int], ...] = manager.get_block_ids(request_id)
+    return ids
 
 
 def pin_blocks(pool: Any, numbers: Iterable[int]) -> list[Any]:
@@ -66,6 +73,9 @@ def check_pins(live: Live) -> None:
     with live.computed_request(live.tokens) as request:
         numbers = [block.block_id for block in live.blocks(request)]
         expect("BlockPool.get_num_free_blocks", free - len(numbers), pool.get_num_free_blocks())
+        listed = block_ids_of(live.manager, request.request_id)
+        found = sorted(block for ids in listed for block in ids if block)
+        expect("KVCacheManager.get_block_ids", sorted(numbers), found)
         pinned = pin_blocks(pool, numbers)
         expect("BlockPool.blocks", numbers, [block.block_id for block in pinned])
         expect("BlockPool.touch", {2}, {block.ref_cnt for block in pinned})
