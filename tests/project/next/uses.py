@@ -31,8 +31,8 @@ USES: dict[str, str] = {
     " total_num_hidden_layers",
     "vllm.v1.request:Request": "request_id status kv_transfer_params prompt_token_ids prompt_embeds"
     " _all_token_ids all_token_ids num_prompt_tokens num_tokens num_computed_tokens max_tokens"
-    " append_output_token_ids"
-    " num_in_flight_tokens num_preemptions num_output_tokens lora_request mm_features cache_salt pooling_params"
+    " append_output_token_ids num_preemptions"
+    " num_in_flight_tokens num_output_tokens lora_request mm_features cache_salt pooling_params"
     " block_hashes skip_reading_prefix_cache abort_immediately resumable shared_prefix_boundary",
     "vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id name",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "identifier mm_position",
