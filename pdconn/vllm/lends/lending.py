@@ -206,7 +206,7 @@ class Lending(SchedulerPart):
         metadata.to_sum = self.take_sums()
         self.unpin_freed()
         if self.growing and self._lender is not None:
-            self._note_followed(self.growing)
+            self._open_streams(self.growing)
             for begun in self.growing.note_scheduled(scheduler_output.num_scheduled_tokens):
                 self._lender.grow_stream(begun.request_id, begun.blocks)
 
@@ -332,18 +332,12 @@ class Lending(SchedulerPart):
         """Pin and announce blocks that the steps so far have written."""
         if self._lender is None:
             return
-        self._note_followed(growing)
+        self._open_streams(growing)
+        self.unpin_freed()
         for growth in growing.take_growth(self.tickets.splits):
             self.pins.pin_more(growth.request_id, growth.pins)
             self._counts["blocks_announced"] += len(growth.pins)
             self._lender.grow_stream(growth.request_id, growth.blocks)
-
-    def _note_followed(self, growing: GrowingRequests) -> None:
-        """Open further streams, and learn which are followed."""
-        assert self._lender is not None
-        self._open_streams(growing)
-        for followed in self._lender.take_followed():
-            growing.note_followed(followed.request)
 
     def _grows(self, request_id: str) -> bool:
         return self.growing is not None and request_id in self.growing
@@ -390,9 +384,12 @@ class Lending(SchedulerPart):
             self._lender.abort_lease(ticket.request_id)
 
     def unpin_freed(self) -> None:
-        """Unpin the blocks of freed leases.  Only on the engine's thread."""
+        """Unpin blocks of freed leases; note who is followed.  Only on the engine's thread."""
         if self._lender is None:
             return
+        for followed in self._lender.take_followed():
+            if self.growing is not None:
+                self.growing.note_followed(followed.request)
         for lease in self._lender.take_freed():
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             # A stream that nobody followed has pinned nothing.
