@@ -39,44 +39,54 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, splits: bool = False) -> Case:
+def cases(draw: st.DrawFn, splits: bool = False, grows: bool = False) -> Case:
     """Any model of up to three sorts of layers, any two engines that can serve it.
 
     ``splits``: theirs is one rank that splits whatever blocks it can, into parts of other bytes.
+    ``grows``: some layers are of full attention, and most of the prompt is pulled.
     """
-    sorts = draw(models())
+    sorts = draw(models(grows=grows))
     heads = [sort.heads for sort in sorts]
-    num_tokens = draw(st.integers(1, 24 if max(heads) <= 8 else 10))
+    most = 24 if max(heads) <= 8 else 10
+    num_tokens = draw(st.integers(most // 2 if grows else 1, most))
     has_state = any(sort.kind is AttentionKind.STATE for sort in sorts)
-    until = num_tokens if has_state else draw(st.integers(0, num_tokens))
+    until = num_tokens if has_state else draw(st.integers(num_tokens // 2 * grows, num_tokens))
     blocks = [draw(block_sizes(sort)) for sort in sorts]
     theirs = draw(
         sides(sorts, [pair[0] for pair in blocks], (until, num_tokens), THEIRS, splits=splits)
     )
     ours = draw(sides(sorts, [pair[1] for pair in blocks], (until, until), OURS))
     rank = draw(st.integers(0, len(ours.ranks) - 1))
-    held = draw(st.lists(st.integers(0, until), min_size=1, max_size=len(ours.groups)))
+    hits = st.integers(0, until // 4 if grows else until)
+    held = draw(st.lists(hits, min_size=1, max_size=len(ours.groups)))
     tokens = tuple(range(held[n % len(held)], until) for n in range(len(ours.groups)))
     return Case(ours, theirs, Need(tokens, ours.tables), rank)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[Layers, ...]:
-    """Sorts of layers; most models have one head count, others one for each sort."""
+def models(draw: st.DrawFn, grows: bool = False) -> tuple[Layers, ...]:
+    """Sorts of layers; most models have one head count, others one for each sort.
+
+    ``grows``: the first is of full attention.
+    """
     heads = draw(st.one_of(st.sampled_from([1, 2, 4, 8]), st.integers(1, 64)))
     names = iter(range(16))
     made = []
     for _ in range(draw(st.integers(1, 3))):
         numbers = tuple(next(names) for _ in range(draw(st.integers(1, 3))))
         others = [max(1, heads // 2), max(1, heads // 4), min(64, 2 * heads)]
-        made.append(draw(layers(numbers, draw(st.sampled_from([heads, heads, *others])))))
+        of = draw(st.sampled_from([heads, heads, *others]))
+        made.append(draw(layers(numbers, of, is_full=grows and not made)))
     return tuple(made)
 
 
 @st.composite
-def layers(draw: st.DrawFn, numbers: tuple[int, ...], heads: int) -> Layers:
+def layers(
+    draw: st.DrawFn, numbers: tuple[int, ...], heads: int, *, is_full: bool = False
+) -> Layers:
     """Attention of any window, MLA, compressed rows, packed blocks, or a state."""
-    kind = draw(st.sampled_from([*AttentionKind, AttentionKind.FULL, AttentionKind.SLIDING_WINDOW]))
+    kinds = [*AttentionKind, AttentionKind.FULL, AttentionKind.SLIDING_WINDOW]
+    kind = AttentionKind.FULL if is_full else draw(st.sampled_from(kinds))
     window = draw(st.integers(1, 12)) if kind.is_windowed else None
     if kind is AttentionKind.STATE:
         parts, nbytes = draw(st.sampled_from([1, heads])), draw(st.integers(1, 9))

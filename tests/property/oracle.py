@@ -14,7 +14,7 @@ kernel block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -300,16 +300,30 @@ def check(plan: Plan, ours: Side, rank: int, theirs: Side, need: Need) -> None:
     Raises:
         AssertionError: a byte that is missing, wrong, written twice or touched.
     """
+    check_plans([(plan, theirs)], ours, rank, theirs, need)
+
+
+def check_plans(
+    plans: Iterable[tuple[Plan, Side]], ours: Side, rank: int, theirs: Side, need: Need
+) -> None:
+    """As :func:`check`, of plans that together are to read ``need`` from ``theirs``.
+
+    Each comes with the lender as it is when the plan is carried out: what has no label there is not
+    written yet.
+    """
     got = {at: np.full_like(it, UNTOUCHED) for at, it in ours.labels(rank, False).items()}
     times = {at: np.zeros_like(it) for at, it in got.items()}
-    for their_rank, spans in plan.reads:
-        source = theirs.labels(their_rank)
-        for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
-            base, into = _inside(got, int(local), int(nbytes))
-            from_base, origin = _inside(source, int(remote), int(nbytes))
-            got[base][into] = source[from_base][origin]
-            times[base][into] += 1
-    assert dict(plan.begins) == _window_begins(ours, got)
+    begins: dict[int, int] = {}
+    for plan, lender in plans:
+        begins.update(plan.begins)
+        for their_rank, spans in plan.reads:
+            source = lender.labels(their_rank)
+            for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
+                base, into = _inside(got, int(local), int(nbytes))
+                from_base, origin = _inside(source, int(remote), int(nbytes))
+                got[base][into] = source[from_base][origin]
+                times[base][into] += 1
+    assert begins == _window_begins(ours, got)
     for base, wanted in expected(ours, theirs, rank, need).items():
         assert times[base].max(initial=0) <= 1, "a byte was written twice"
         wrong = np.flatnonzero(got[base] != wanted)
