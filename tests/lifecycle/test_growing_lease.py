@@ -1,0 +1,310 @@
+"""Laws of a lease that grows with its request: claims are granted, and nothing is confirmed yet."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from pdconn.lifecycle import lease as lease_module
+from pdconn.lifecycle.lease import (
+    Denied,
+    Freed,
+    FreedLease,
+    Grant,
+    Lease,
+    LeaseOffer,
+    LeaseState,
+    LeaseTable,
+)
+from pdconn.protocol.messages import Reader, RefusalReason
+from tests.property.scale import LawMachine, holds, notices
+
+TICKET = b"digest"
+TTL_S = 10.0
+READER, OTHER = Reader("p", 0, 1), Reader("q", 0, 1)
+EXAMPLES, STEPS = 300, 25
+
+
+def growing() -> Lease:
+    return Lease(LeaseOffer("r", None, TTL_S, 0.0))
+
+
+def complete(lease: Lease, at: float) -> None:
+    lease.complete(LeaseOffer("r", TICKET, TTL_S, at))
+
+
+def refusal(answer: Grant | Denied | None) -> RefusalReason:
+    assert isinstance(answer, Denied), answer
+    return answer.why
+
+
+def test_a_growing_lease_outlives_every_claim() -> None:
+    lease = growing()
+    assert lease.follow(READER, 1.0) == Grant(TTL_S)
+    lease.expire(1e6)
+    assert lease.state is LeaseState.GROWING
+    assert refusal(lease.renew(READER, 1e6)) is RefusalReason.EXPIRED
+    assert lease.follow(READER, 1e6) == Grant(TTL_S)
+
+
+@pytest.mark.parametrize("digest", [TICKET, b"", b"other"])
+def test_nothing_is_confirmed_while_it_grows(digest: bytes) -> None:
+    lease = growing()
+    lease.follow(READER, 1.0)
+    assert refusal(lease.confirm(READER, digest, 2.0)) is RefusalReason.ALTERED
+    complete(lease, 3.0)
+    assert lease.confirm(READER, TICKET, 3.5) is None
+    assert lease.freed is Freed.READ
+
+
+def test_a_ticket_claims_nothing_while_there_is_none() -> None:
+    assert refusal(growing().claim(READER, TICKET, 1.0)) is RefusalReason.ALTERED
+
+
+def test_a_reader_that_leaves_early_consumes_nothing() -> None:
+    lease = growing()
+    lease.follow(READER, 1.0)
+    lease.leave(READER, 2.0)
+    assert lease.state is LeaseState.GROWING
+    complete(lease, 3.0)
+    assert lease.state is LeaseState.HELD
+    assert lease.claim(OTHER, TICKET, 4.0) == Grant(TTL_S)
+    assert lease.claim(READER, TICKET, 4.0) == Grant(TTL_S)  # it may come back
+
+
+def test_a_complete_lease_holds_for_its_time_and_for_every_claim() -> None:
+    for claimed, until in ((0.5, 13.0), (2.9, 13.0)):
+        lease = growing()
+        lease.follow(READER, claimed)
+        complete(lease, 3.0)
+        assert lease.deadline == until
+    late = growing()
+    late.follow(READER, 8.0)
+    late.complete(LeaseOffer("r", TICKET, 1.0, 8.5))
+    assert late.deadline == 18.0
+
+
+def test_a_lease_is_completed_once() -> None:
+    lease = growing()
+    complete(lease, 1.0)
+    with pytest.raises(ValueError, match="has a lease already"):
+        complete(lease, 2.0)
+    with pytest.raises(ValueError, match="has a lease already"):
+        growing().complete(LeaseOffer("r", None, TTL_S, 1.0))
+
+
+# In any order
+
+
+class GrowingMachine(LawMachine):
+    """Two ranks of two pulls follow, renew, confirm and leave; the engine completes or ends it."""
+
+    @initialize()
+    def start(self) -> None:
+        self.table, self.now = LeaseTable(), 0.0
+        self.table.add_lease(LeaseOffer("r", None, TTL_S, 0.0))
+        self.believed: dict[Reader, float] = {}
+        self.freed: list[FreedLease] = []
+        self.is_complete = self.is_aborted = False
+        self.consumed: set[Reader] = set()
+        self.open_until = math.inf
+
+    # Readers
+
+    @rule(reader=st.builds(Reader, st.sampled_from("pq"), st.integers(0, 1), st.just(2)))
+    def follow(self, reader: Reader) -> None:
+        answer = self.table.follow_lease("r", reader, self.now)
+        is_claimed = self.believed.get(reader, -1.0) > self.now
+        if not (self.is_complete or self.is_aborted or self.freed):
+            assert isinstance(answer, Grant), f"refused while it grows: {answer}"
+        if isinstance(answer, Grant):
+            assert not self.freed, "granted after its end"
+            assert not self.is_aborted or is_claimed, "granted anew after an abort"
+            assert reader not in self.consumed, "granted after it was read"
+            self.granted(reader, answer)
+
+    @precondition(lambda self: self.believed)
+    @rule(which=st.integers(0, 3))
+    def renew(self, which: int) -> None:
+        reader = self.pick(which)
+        is_claimed = self.believed[reader] > self.now
+        answer = self.table.renew_lease("r", reader, self.now)
+        assert isinstance(answer, Grant) == (is_claimed and not self.freed)
+        if isinstance(answer, Grant):
+            self.granted(reader, answer)
+
+    @precondition(lambda self: self.believed)
+    @rule(which=st.integers(0, 3), is_right=st.sampled_from([True, True, False]))
+    def confirm(self, which: int, is_right: bool) -> None:
+        reader = self.pick(which)
+        digest = TICKET if is_right else b"other"
+        denied, ended = self.table.confirm_lease("r", reader, digest, self.now)
+        if denied is None:
+            assert self.is_complete, "confirmed while it grows"
+            assert not self.freed, "confirmed after its end"
+            assert is_right, "confirmed by another ticket"
+            del self.believed[reader]
+            self.consumed.add(reader)
+        elif self.believed[reader] > self.now and self.is_complete and is_right:
+            assert self.freed, f"a claim that holds is not confirmed: {denied}"
+        self.end(ended)
+
+    @rule(
+        reader=st.builds(Reader, st.sampled_from("pq"), st.integers(0, 1), st.just(2)),
+        knows=st.booleans(),
+    )
+    def leave(self, reader: Reader, knows: bool) -> None:
+        """With what a ticket says, or as one that knows the stream."""
+        is_growing = not (self.is_complete or self.is_aborted)
+        if knows:
+            ended = self.table.leave_lease("r", reader, self.now)
+        else:
+            ended = self.table.end_claim("r", reader, TICKET, self.now)
+        if knows or self.is_complete:
+            self.believed.pop(reader, None)
+            if not is_growing:
+                self.consumed.add(reader)
+        assert not (is_growing and ended), "a reader that leaves has ended a growing lease"
+        self.end(ended)
+
+    # The engine
+
+    @precondition(lambda self: not self.is_complete and not self.is_aborted)
+    @rule(ttl_s=st.sampled_from([1.0, TTL_S]))
+    def complete(self, ttl_s: float) -> None:
+        if self.freed:
+            return
+        self.table.add_lease(LeaseOffer("r", TICKET, ttl_s, self.now))
+        self.is_complete, self.open_until = True, self.now + ttl_s
+
+    @rule(how=st.sampled_from([None, None, "abort", "revoke"]))
+    def end_lease(self, how: str | None) -> None:
+        if how == "abort":
+            self.is_aborted = True
+            self.end(self.table.abort_lease("r", self.now))
+        elif how == "revoke":
+            self.believed.clear()
+            self.end(self.table.revoke_all())
+            assert self.freed, "revoked, and not free"
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, TTL_S]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.end(self.table.free_expired(self.now))
+
+    # Laws
+
+    @invariant()
+    def it_stays_while_it_grows(self) -> None:
+        if self.freed and not (self.is_complete or self.is_aborted):
+            assert self.freed[0].why is Freed.ABORTED, "it grows, and has ended"
+
+    def granted(self, reader: Reader, answer: Grant) -> None:
+        self.believed[reader] = self.now + answer.ttl_s
+
+    def end(self, ended: list[FreedLease]) -> None:
+        self.freed += ended
+        if ended:
+            assert len(self.freed) == 1, "freed twice"
+            holding = [reader for reader, end in self.believed.items() if end > self.now]
+            assert not holding, f"freed under {holding}"
+            if ended[0].why is Freed.EXPIRED:
+                assert self.now >= self.open_until, "expired before its time"
+
+    def pick(self, which: int) -> Reader:
+        readers = sorted(self.believed, key=lambda reader: (reader.pull, reader.rank))
+        return readers[which % len(readers)]
+
+    def check_end(self) -> None:
+        """The request ends, and time passes."""
+        if not (self.is_complete or self.is_aborted or self.freed):
+            self.end_lease("abort")
+        for _ in range(3):
+            self.wait(2 * TTL_S)
+        assert len(self.freed) == 1, "it is lent for ever"
+        assert len(self.table) == 0
+        assert self.table.next_expiry() is None
+
+
+@pytest.mark.hypothesis
+def test_a_growing_lease_is_freed_once_and_confirms_only_what_was_complete() -> None:
+    holds(GrowingMachine, examples=300, steps=STEPS)
+
+
+# What those laws notice
+
+
+class ConfirmsAnything(Lease):
+    """Confirms what is not complete."""
+
+    def confirm(self, reader: Reader, ticket: bytes, now: float) -> Denied | None:
+        is_growing = self.state is LeaseState.GROWING
+        return super().confirm(reader, self._ticket or b"" if is_growing else ticket, now) and None
+
+
+class ConsumedWhileGrowing(Lease):
+    """Counts readers that leave early among those that are done."""
+
+    def leave(self, reader: Reader, now: float) -> None:
+        if self.state is LeaseState.GROWING:
+            self.state = LeaseState.HELD
+            super().leave(reader, now)
+            self.state = LeaseState.GROWING if self.state is LeaseState.HELD else self.state
+            return
+        super().leave(reader, now)
+
+
+class ForgetsClaims(Lease):
+    """Holds a complete lease for its own time, whatever was granted before."""
+
+    def complete(self, offer: LeaseOffer) -> None:
+        super().complete(offer)
+        for pull in self._pulls.values():
+            pull.claims.clear()
+        self.deadline = offer.at + offer.ttl_s
+
+
+class ExpiresWhileGrowing(Lease):
+    """Gives a growing lease the time of a complete one."""
+
+    def __init__(self, offer: LeaseOffer, max_pulls: int = 4) -> None:
+        super().__init__(offer, max_pulls)
+        self.deadline = offer.at + offer.ttl_s
+
+    def expire(self, now: float) -> None:
+        if self.state is LeaseState.GROWING and now >= self.deadline:
+            self.state = LeaseState.HELD
+        super().expire(now)
+
+
+class KeepsAborted(Lease):
+    """Grows on after its request was aborted."""
+
+    def abort(self, now: float) -> None:
+        if self.state is not LeaseState.GROWING:
+            super().abort(now)
+
+
+class RevokedUnderNobody(Lease):
+    """Waits for readers before it is revoked."""
+
+    def revoke(self) -> None:
+        if not self._pulls:
+            super().revoke()
+
+
+BROKEN = (
+    ConfirmsAnything, ConsumedWhileGrowing, ForgetsClaims, ExpiresWhileGrowing, KeepsAborted,
+    RevokedUnderNobody,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_the_laws_notice_a_lease_that_breaks_them(
+    broken: type[Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "Lease", broken)
+    notices(GrowingMachine, examples=EXAMPLES, steps=STEPS)
