@@ -233,12 +233,14 @@ class LenderSessions:
     def _apply_stream_command(self, command: StreamCommand, now: float) -> None:
         """Open, grow or complete a stream, and have its readers hear of it."""
         if isinstance(command, StreamOffer):
-            self._leases.add_lease(command.lease)
-            self._open_stream(command, now)
+            # Clients choose names of requests: one whose name is lent is not followed.
+            if not self._leases.is_lent(command.request):
+                self._leases.add_lease(command.lease)
+                self._open_stream(command, now)
         elif isinstance(command, StreamGrowth):
             for session, reply in self._streams.grow(command):
                 self._reply_later(session, reply)
-        elif not self._leases.is_closing(command.offer.request):
+        elif self._leases.may_add(command.offer.request):
             self.counts["lent"] += 1
             self._leases.add_lease(command.offer)
             for session, reply in self._streams.complete(command):
@@ -432,17 +434,18 @@ class LenderSessions:
 
     def _done(self, session: Session, message: Done, now: float) -> None:
         """End a claim; one that holds ends by a message of its own session only."""
-        if self._is_claimed_elsewhere(session, message.request, message.reader, now):
-            self.counts["done_rejected"] += 1
-            return
         # A reader that has not heard what request its stream is of names the stream.
         request = self._streams.request_of(message.request) or message.request
         reader = message.reader
+        if self._is_claimed_elsewhere(session, request, reader, now):
+            self.counts["done_rejected"] += 1
+            return
         self._streams.remove_reader(request, reader)
         is_ours = reader in session.claimed.get(request, ())
         self._drop_claim(session, request, reader)
-        # There is no ticket to repeat, but who knows the stream, or was granted the claim.
-        if request != message.request or (is_ours and self._streams.is_growing(request)):
+        # A reader of a stream may not have heard of the ticket, or there will be none; it knows the
+        # stream, or was granted the claim.
+        if request != message.request or is_ours:
             self._free(self._leases.leave_lease(request, reader, now))
         else:
             self._free(self._leases.end_claim(request, reader, message.ticket, now))

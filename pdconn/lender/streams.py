@@ -15,6 +15,7 @@ Pure: the caller grants claims, and sends what is returned.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -100,11 +101,14 @@ class StreamCompletion:
 
 @dataclass(slots=True)
 class _Stream(Generic[S]):
-    """An open stream: what was announced, and its readers."""
+    """An open stream: what was announced, and its readers.
+
+    ``grown``: the first position, and the ids from there on, of each group.
+    """
 
     offer: StreamOffer
     has_begun: bool = False
-    grown: list[GrownBlocks] = field(default_factory=list)
+    grown: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     completed: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     readers: dict[Reader, S] = field(default_factory=dict)
 
@@ -116,7 +120,9 @@ class _Stream(Generic[S]):
         if self.completed is not None:
             announced.append(Completed(offer.request, pull, self.completed))
         elif self.has_begun:
-            announced.append(Grown(offer.request, pull, tuple(self.grown)))
+            # A list of each group, not of each step: a reader accepts so many lists as groups.
+            lists = (GrownBlocks(of, first, tuple(ids)) for of, (first, ids) in self.grown.items())
+            announced.append(Grown(offer.request, pull, tuple(lists)))
         return Opened(offer.stream, pull, *header), announced
 
 
@@ -134,17 +140,16 @@ class StreamTable(Generic[S]):
         self._of_request: dict[str, str] = {}
         self._ended: OrderedDict[str, RefusalReason] = OrderedDict()
         self._remember = remember
-        self._parked: dict[str, list[tuple[S, Follow]]] = {}
-        self._until: list[tuple[float, int, str, Follow]] = []
+        self._parked: dict[str, dict[Reader, tuple[S, Follow]]] = {}
+        self._num_parked = 0
         self._parked_of: Counter[S] = Counter()
+        # When the wait of a reader is over; it may be over already.
+        self._until: list[tuple[float, int, Follow]] = []
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         """Open streams and parked readers; 0 when all is quiet."""
         return len(self._streams) + self._num_parked
-
-    @property
-    def _num_parked(self) -> int:
-        return sum(map(len, self._parked.values()))
 
     def open_stream(self, offer: StreamOffer) -> list[tuple[S, Follow]]:
         """Open a stream; returns its parked readers, to be granted or refused.
@@ -192,12 +197,18 @@ class StreamTable(Generic[S]):
         ]
 
     def park_reader(self, session: S, message: Follow, now: float) -> bool:
-        """Let a reader wait for its stream; False if too many do."""
-        if len(self._until) >= MAX_PARKED or self._parked_of[session] >= MAX_PARKED_OF_ONE:
+        """Let a reader wait for its stream, as it has asked last; False if too many wait."""
+        self.remove_reader(message.stream, message.reader)
+        of_one = self._parked_of.get(session, 0)
+        if self._num_parked >= MAX_PARKED or of_one >= MAX_PARKED_OF_ONE:
             return False
-        self._parked.setdefault(message.stream, []).append((session, message))
+        if len(self._until) >= 2 * MAX_PARKED:
+            self._until = [each for each in self._until if self._is_parked(each[2])]
+            heapq.heapify(self._until)
+        self._parked.setdefault(message.stream, {})[message.reader] = session, message
+        self._num_parked += 1
         self._parked_of[session] += 1
-        heapq.heappush(self._until, (now + PARK_S, id(message), message.stream, message))
+        heapq.heappush(self._until, (now + PARK_S, next(self._numbers), message))
         return True
 
     def grow(self, growth: StreamGrowth) -> Iterator[tuple[S, StreamReply]]:
@@ -206,7 +217,9 @@ class StreamTable(Generic[S]):
         if found is None or found.completed is not None:
             return
         found.has_begun = True
-        found.grown += growth.blocks
+        for more in growth.blocks:
+            first, known = found.grown.setdefault(more.group, (more.first, []))
+            known += more.ids[first + len(known) - more.first :]
         for reader, session in found.readers.items():
             yield session, Grown(growth.request, reader.pull, growth.blocks)
 
@@ -226,12 +239,10 @@ class StreamTable(Generic[S]):
         found = self._find(name)
         if found is not None:
             found.readers.pop(reader, None)
-        elif name in self._parked:
-            waiting = self._take_parked(name)
-            kept = [each for each in waiting if each[1].reader != reader]
-            if kept:
-                self._parked[name] = kept
-                self._parked_of.update(session for session, _ in kept)
+        elif (waiting := self._parked.get(name)) is not None and reader in waiting:
+            self._forget_parked(waiting.pop(reader)[0])
+            if not waiting:
+                del self._parked[name]
 
     def close_stream(self, request: str, why: RefusalReason) -> list[tuple[S, Reader]]:
         """End a stream whose lease ends; returns readers to be refused: it was not complete."""
@@ -248,12 +259,10 @@ class StreamTable(Generic[S]):
         """Take the readers that were parked for too long."""
         overdue = []
         while self._until and self._until[0][0] <= now:
-            _, _, stream, message = heapq.heappop(self._until)
-            for session, waiting in self._parked.get(stream, ()):
-                if waiting is message:
-                    overdue.append((session, message))
-                    self.remove_reader(stream, message.reader)
-                    break
+            _, _, message = heapq.heappop(self._until)
+            if self._is_parked(message):
+                overdue.append(self._parked[message.stream][message.reader])
+                self.remove_reader(message.stream, message.reader)
         return overdue
 
     def next_deadline(self) -> float:
@@ -265,9 +274,18 @@ class StreamTable(Generic[S]):
         return None if stream is None else self._streams[stream]
 
     def _take_parked(self, stream: str) -> list[tuple[S, Follow]]:
-        taken = self._parked.pop(stream, [])
-        self._parked_of.subtract(session for session, _ in taken)
-        if not self._parked:
-            self._until.clear()
-            self._parked_of.clear()
+        taken = list(self._parked.pop(stream, {}).values())
+        for session, _ in taken:
+            self._forget_parked(session)
         return taken
+
+    def _is_parked(self, message: Follow) -> bool:
+        """Whether the reader waits as it asked in ``message``."""
+        waiting = self._parked.get(message.stream, {}).get(message.reader)
+        return waiting is not None and waiting[1] is message
+
+    def _forget_parked(self, session: S) -> None:
+        self._num_parked -= 1
+        self._parked_of[session] -= 1
+        if not self._parked_of[session]:
+            del self._parked_of[session]

@@ -375,10 +375,10 @@ class LeaseTable:
         """Whether the lease of ``request`` has not ended."""
         return request in self._leases
 
-    def is_closing(self, request: str) -> bool:
-        """Whether the lease of ``request`` ends once no claim on it holds."""
+    def may_add(self, request: str) -> bool:
+        """Whether :meth:`add_lease` opens or completes a lease of ``request``."""
         lease = self._leases.get(request)
-        return lease is not None and lease.state is LeaseState.CLOSING
+        return lease is None or lease.state is LeaseState.GROWING
 
     def is_claimed(self, request: str, reader: Reader, now: float) -> bool:
         """Whether this reader holds a claim that has not expired."""
