@@ -434,9 +434,12 @@ class LenderSessions:
 
     def _done(self, session: Session, message: Done, now: float) -> None:
         """End a claim; one that holds ends by a message of its own session only."""
-        # A reader that has not heard what request its stream is of names the stream.
+        # A reader that has not heard what request its stream is of names the stream; meanwhile it
+        # may have been granted the request, and that aborted.
+        reader, ended = message.reader, self._streams.request_of_ended(message.request)
         request = self._streams.request_of(message.request) or message.request
-        reader = message.reader
+        if ended is not None and reader in session.claimed.get(ended, ()):
+            request = ended
         if self._is_claimed_elsewhere(session, request, reader, now):
             self.counts["done_rejected"] += 1
             return

@@ -138,7 +138,7 @@ class StreamTable(Generic[S]):
     def __init__(self, remember: int = 4096) -> None:
         self._streams: dict[str, _Stream[S]] = {}
         self._of_request: dict[str, str] = {}
-        self._ended: OrderedDict[str, RefusalReason] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[RefusalReason, str]] = OrderedDict()
         self._remember = remember
         self._parked: dict[str, dict[Reader, tuple[S, Follow]]] = {}
         self._num_parked = 0
@@ -167,9 +167,13 @@ class StreamTable(Generic[S]):
         found = self._streams.get(stream)
         return None if found is None else found.offer.request
 
+    def request_of_ended(self, stream: str) -> str | None:
+        """The request of a stream that has ended."""
+        return self._ended[stream][1] if stream in self._ended else None
+
     def why_ended(self, stream: str) -> RefusalReason | None:
         """Why a stream has ended; None if it has not, or was never seen."""
-        return self._ended.get(stream)
+        return self._ended[stream][0] if stream in self._ended else None
 
     def add_reader(
         self, session: S, reader: Reader, stream: str
@@ -250,7 +254,7 @@ class StreamTable(Generic[S]):
         if stream is None:
             return []
         found = self._streams.pop(stream)
-        self._ended[stream] = why
+        self._ended[stream] = why, request
         while len(self._ended) > self._remember:
             self._ended.popitem(last=False)
         return [] if found.completed is not None else [(s, r) for r, s in found.readers.items()]

@@ -1,123 +1,55 @@
 """Laws of a lender's streams: each reader is sent each block once, and what was lent is freed once.
 
-Messages come in any order, from two ranks of decode, each on a connection of its own that may be
-lost; what is sent is decoded as a reader does.
+What is sent is decoded as a reader does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 import pytest
 
 from pdconn.lender.sessions import (
     Abort,
-    ConnectionLimits,
-    EngineCommand,
-    LenderSessions,
     Session,
 )
 from pdconn.lender.streams import (
     MAX_PARKED,
     MAX_PARKED_OF_ONE,
     PARK_S,
-    StreamCompletion,
-    StreamGrowth,
-    StreamOffer,
     StreamTable,
 )
-from pdconn.lifecycle.lease import FreedLease, LeaseOffer
+from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.protocol.limits import MAX_GROUPS
 from pdconn.protocol.messages import (
-    PROTOCOL_VERSION,
     Claim,
     Done,
     Follow,
-    FromLender,
-    FromReader,
     Granted,
     Grown,
     GrownBlocks,
-    Hello,
     Opened,
     Parked,
-    RankGeometry,
     Reader,
     RefusalReason,
     Refused,
     Renew,
-    Welcome,
-    decode_from_lender,
-    encode,
 )
-from pdconn.protocol.ticket import BlockList, Ticket
-from tests.fakes.pair import Cache
-
-TTL_S = 10.0
-STREAM = "s" * 16
-EARLY = b"e" * 16
-"""The digest that a reader has while there is no ticket."""
-NUM_BLOCKS = 6
-EXAMPLES, STEPS = 200, 30
-
-
-def lender(**limits: int) -> LenderSessions:
-    references = Cache("BHLNC", filled=False).references
-    geometry = RankGeometry(0, 0, b"address", references)
-    welcome = Welcome.in_our_version("p", "boot", {}, (geometry,))
-    return LenderSessions(welcome, limits=ConnectionLimits(**limits))
-
-
-def greeted(of: LenderSessions) -> Session:
-    session = Session("d")
-    say(of, session, Hello(PROTOCOL_VERSION, "d", "boot"))
-    return session
-
-
-def say(
-    of: LenderSessions, session: Session, *messages: FromReader, now: float = 0.0
-) -> list[FromLender]:
-    """What the lender answers, as a reader decodes it."""
-    of.handle_messages(session, list(messages), now)
-    return heard(session)
-
-
-def heard(session: Session) -> list[FromLender]:
-    replies, session.replies = session.replies, []
-    assert decode_from_lender(encode(replies)) == replies
-    return replies
-
-
-def offer(request: str = "r", stream: str = STREAM, at: float = 0.0) -> StreamOffer:
-    return StreamOffer(request, stream, 4 * NUM_BLOCKS, "prompt", "", TTL_S, at)
-
-
-def growth(first: int, *ids: int, request: str = "r") -> StreamGrowth:
-    return StreamGrowth(request, (GrownBlocks(0, first, ids),) if ids else ())
-
-
-def completion(
-    request: str = "r", stream: str = STREAM, ids: Iterable[int] = (1, 2, 3), at: float = 0.0
-) -> StreamCompletion:
-    blocks = (BlockList(0, tuple(ids)),)
-    ticket = Ticket("p", "boot", request, "h", 1, 4 * NUM_BLOCKS, "prompt", blocks)
-    return StreamCompletion(LeaseOffer(request, ticket.digest(), TTL_S, at), stream, ticket)
-
-
-def apply(of: LenderSessions, *commands: EngineCommand, now: float = 0.0) -> None:
-    for command in commands:
-        of.apply_command(command, now)
-
-
-def freed(of: LenderSessions) -> list[FreedLease]:
-    found = [report for report in of.reports if isinstance(report, FreedLease)]
-    of.reports.clear()
-    return found
-
-
-def follow(seq: int = 1, pull: str = "d/1", rank: int = 0, of: int = 1) -> Follow:
-    return Follow(seq, STREAM, Reader(pull, rank, of))
+from tests.lender.followed_lender import (
+    EARLY,
+    STREAM,
+    TTL_S,
+    apply,
+    completion,
+    follow,
+    freed,
+    greeted,
+    growth,
+    heard,
+    lender,
+    offer,
+    say,
+)
 
 
 def test_a_late_reader_is_sent_all_that_was_announced_in_however_many_steps() -> None:
@@ -165,6 +97,15 @@ def test_blocks_of_an_aborted_request_are_free_once_its_readers_have_left() -> N
     say(of, session, Done("r", Reader("d/1", 0, 1), EARLY), now=1.0)
     assert not freed(of)
     say(of, session, Done("r", Reader("d/2", 0, 1), EARLY), now=1.0)
+    assert [str(one.why) for one in freed(of)] == ["aborted"]
+
+
+def test_a_reader_that_leaves_before_it_has_heard_of_an_abort_leaves_the_lease() -> None:
+    of = lender()
+    session = greeted(of)
+    say(of, session, follow())
+    apply(of, offer(), Abort("r"))
+    say(of, session, Done(STREAM, Reader("d/1", 0, 1), EARLY), now=1.0)
     assert [str(one.why) for one in freed(of)] == ["aborted"]
 
 
