@@ -14,18 +14,27 @@ from pdconn.lender.sessions import Session
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Claim,
+    Completed,
     Confirm,
     Confirmed,
     Done,
+    Follow,
+    FromLender,
     FromReader,
     Granted,
+    Grown,
+    GrownBlocks,
     Hello,
+    Opened,
+    Parked,
+    PullReply,
     RankGeometry,
     Reader,
     Refused,
     Renew,
     Welcome,
 )
+from pdconn.protocol.ticket import BlockList, Ticket
 from tests.fakes.pair import Cache
 from tests.fakes.scripted.lender import InlineLender
 from tests.faults.raw_clients import RawReader
@@ -34,7 +43,8 @@ TTL_S = 0.4
 LONG_S = 60.0
 READER = Reader("d/1", 0, 1)
 TICKET = b"t" * 16
-Answer = type[Granted] | type[Confirmed] | type[Refused]
+STREAM = "s" * 16
+Answer = type[PullReply]
 
 
 def welcome() -> Welcome:
@@ -49,16 +59,27 @@ class Both:
     lender: Lender | InlineLender
     reader: RawReader | Session
     freed: list[tuple[str, str]] = field(default_factory=list)
+    followed: list[str] = field(default_factory=list)
 
-    def say(self, message: FromReader, hears: Answer | None = None) -> None:
+    def say(self, message: FromReader, *hears: Answer) -> None:
         if isinstance(self.reader, RawReader):
             self.reader.say(message)
-            if hears is not None:
-                self.reader.hear(hears)
+            self.hear(*hears)
             return
         assert isinstance(self.lender, InlineLender)
-        answers = self.lender.say(self.reader, message)
-        assert [type(one) for one in answers] == ([] if hears is None else [hears])
+        self.check(self.lender.say(self.reader, message), hears)
+
+    def hear(self, *hears: Answer) -> None:
+        """What the reader is sent of what the engine has done."""
+        if isinstance(self.reader, RawReader):
+            for kind in hears:
+                self.reader.hear(kind)
+            return
+        assert isinstance(self.lender, InlineLender)
+        self.check(self.lender.say(self.reader), hears)
+
+    def check(self, answers: Sequence[FromLender], hears: Sequence[Answer]) -> None:
+        assert [type(one) for one in answers] == list(hears)
 
     def ends(self, expected: Sequence[tuple[str, str]]) -> None:
         """Leases end so, and no others."""
@@ -74,6 +95,7 @@ class Both:
         if isinstance(self.lender, InlineLender):
             self.lender.turn()
         self.freed += [(one.request, str(one.why)) for one in self.lender.take_freed()]
+        self.followed += [one.request for one in self.lender.take_followed()]
 
 
 Script = Callable[[Both], None]
@@ -126,8 +148,69 @@ def is_revoked_under_a_reader(both: Both) -> None:
     both.say(Confirm(2, "r", READER, TICKET), Refused)
 
 
+def open_stream(both: Both) -> None:
+    both.lender.open_stream("r", STREAM, (12, "prompt", ""), LONG_S)
+
+
+def complete_stream(both: Both) -> bytes:
+    """The digest of the ticket."""
+    made = Ticket("p", "boot", "r", "h", 1, 12, "prompt", (BlockList(0, (3, 4, 5)),))
+    both.lender.complete_stream(STREAM, made, LONG_S)
+    return made.digest()
+
+
+def is_followed(both: Both) -> None:
+    open_stream(both)
+    both.say(Follow(1, STREAM, READER), Opened, Granted)
+    both.lender.grow_stream("r", ())
+    both.hear(Grown)
+    both.lender.grow_stream("r", (GrownBlocks(0, 0, (3,)),))
+    both.hear(Grown)
+    both.say(Confirm(2, "r", READER, TICKET), Refused)
+    digest = complete_stream(both)
+    both.hear(Completed)
+    both.ends([])
+    assert both.followed == ["r"]
+    both.say(Confirm(3, "r", READER, digest), Confirmed)
+    both.ends([("r", "read")])
+    both.say(Follow(4, STREAM, READER), Refused)
+
+
+def is_followed_before_it_comes(both: Both) -> None:
+    both.say(Follow(1, STREAM, READER), Parked)
+    open_stream(both)
+    both.hear(Opened, Granted)
+    both.lender.abort_lease("r")
+    both.hear(Refused)
+    both.ends([])
+    both.say(Done("r", READER, TICKET))
+    both.ends([("r", "aborted")])
+
+
+def is_followed_late(both: Both) -> None:
+    digest = complete_stream(both)
+    both.say(Follow(1, STREAM, READER), Opened, Granted, Completed)
+    both.ends([])
+    assert not both.followed
+    both.say(Done("r", READER, digest))
+    both.ends([("r", "read")])
+
+
+def is_given_up_while_it_waits(both: Both) -> None:
+    both.say(Follow(1, STREAM, READER), Parked)
+    both.say(Done(STREAM, READER, TICKET))
+    both.say(claim(2, "nothing"), Refused)  # the lender has taken in what came before
+    open_stream(both)
+    complete_stream(both)
+    both.ends([])
+    assert not both.followed
+    both.lender.abort_lease("r", if_unclaimed=True)
+    both.ends([("r", "aborted")])
+
+
 SCRIPTS: list[Script] = [
     expires, is_read, is_given_up, is_aborted_under_a_reader, is_revoked_under_a_reader,
+    is_followed, is_followed_before_it_comes, is_followed_late, is_given_up_while_it_waits,
 ]  # fmt: skip
 
 
