@@ -213,7 +213,8 @@ class RequestPull(PeerPull):
             self.ticket = stream.open_stream(message)
             return []
         if isinstance(message, messages.Grown):
-            assert self.peer.pairing is not None
+            if self.peer.pairing is None:
+                raise MessageError("grown", "after the greeting", "before it")
             stream.grow(message, self.peer.pairing, now)
             return self.machine.grew(now)
         ticket = self.ticket = stream.complete(message, now)
