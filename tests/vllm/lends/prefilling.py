@@ -34,6 +34,7 @@ from tests.vllm.patches.known_tokens import KnownTokens, blocks_of, place
 from tests.vllm.patches.vllm_scheduler import (
     BLOCK_TOKENS,
     Engine,
+    KVConnectorOutput,
     Request,
     engine_config,
     transfer_config,
@@ -153,7 +154,7 @@ class Prefilling:
             one.name: one.request.prompt_token_ids[0] for step in self.memory.passes for one in step
         }
         self.memory.end_step()
-        for answer in self.engine.process():
+        for answer in self.engine.process(KVConnectorOutput()):
             params = answer.kv_transfer_params or {}
             if not params.get("do_remote_prefill"):
                 continue

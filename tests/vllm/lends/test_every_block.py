@@ -193,8 +193,8 @@ class PrefillMachine(LawMachine):
         )
         self.engine.side.take_back_own(lent.ticket)
         lender.turn()
-        name, claimed = lent.ticket.request_id, [one.lent for one in self.engine.claims]
-        if is_newest and lent not in claimed:
+        name = lent.ticket.request_id
+        if is_newest and not self.is_claimed(lent):
             assert not lender.sessions._leases.is_lent(name), f"{lent} came back, and is lent"
 
     @precondition(lambda self: self.engine.claims)
@@ -209,6 +209,9 @@ class PrefillMachine(LawMachine):
         elif self.engine.confirm(one):
             assert self.engine.is_intact(one.lent), f"{one.lent} is confirmed, and is not there"
             assert not one.lent.is_revoked, f"{one.lent} is confirmed after a reset"
+
+    def is_claimed(self, lent: Lent) -> bool:
+        return lent in [one.lent for one in self.engine.claims]
 
     def pick(self, which: int) -> Lent:
         newest = self.engine.lent[-4:]
