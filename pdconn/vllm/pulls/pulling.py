@@ -310,10 +310,12 @@ class Pulling(SchedulerPart):
             tracked = self._tracked.get(outcome.request)
             if tracked is None or tracked.claim.pull != outcome.pull or tracked.pulling:
                 continue
+            if tracked.claims is None:  # it was given up before this was heard
+                continue
             if outcome.problem is None:
                 tracked.claim.granted.add(outcome.rank)
                 tracked.ticket = outcome.ticket or tracked.ticket
-            elif tracked.claims is not None and tracked.problem is None:
+            elif tracked.problem is None:
                 self._lost(outcome.request, outcome.problem)
 
     def pulled_until(self, request: Any) -> int:

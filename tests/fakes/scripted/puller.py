@@ -11,9 +11,11 @@ what that one relies on; ``test_puller.py`` beside it gives both the same comman
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdconn.planning.plan import Moved, Need
+from pdconn.protocol.early import EarlyTicket
+from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import (
     AbandonPull,
     CancelPull,
@@ -39,6 +41,7 @@ class ScriptedPull:
     Attributes:
         need: what is to be read; None while there are no blocks.
         is_granted: whether the lender has granted the claim.
+        is_complete: whether the lender has computed all, which a ticket says.
         failed: why it will fail; it is reported once nothing writes any more, or as quarantined.
         is_cancelled: the engine has given it up.
     """
@@ -46,6 +49,7 @@ class ScriptedPull:
     claim: ClaimTicket
     need: Need | None = None
     is_granted: bool = False
+    is_complete: bool = False
     failed: str | None = None
     is_cancelled: bool = False
 
@@ -61,6 +65,7 @@ class ScriptedPuller:
     Args:
         rank: which.
         write: what a read writes, once it has settled.
+        ticket_of: the ticket that a lender makes in the end for an early one.
 
     Attributes:
         pulls: that have not ended, by request.
@@ -68,8 +73,13 @@ class ScriptedPuller:
         asked: every command, in order.
     """
 
-    def __init__(self, rank: int, write: Callable[[ScriptedPull], None]) -> None:
-        self._rank, self._write = rank, write
+    def __init__(
+        self,
+        rank: int,
+        write: Callable[[ScriptedPull], None],
+        ticket_of: Callable[[EarlyTicket], Ticket] | None = None,
+    ) -> None:
+        self._rank, self._write, self._ticket_of = rank, write, ticket_of
         self.pulls: dict[str, ScriptedPull] = {}
         self.writing: list[ScriptedPull] = []
         self.asked: list[Command] = []
@@ -83,7 +93,8 @@ class ScriptedPuller:
         match command:
             case ClaimTicket(request=request):
                 assert request not in self.pulls, f"{request} claims, and its claim has not ended"
-                self.pulls[request] = ScriptedPull(command)
+                is_complete = isinstance(command.ticket, Ticket)
+                self.pulls[request] = ScriptedPull(command, is_complete=is_complete)
             case ReadBlocks(request=request, need=need):
                 pull = self.pulls.get(request)
                 assert pull is not None, f"{request} reads, and has claimed nothing"
@@ -128,6 +139,14 @@ class ScriptedPuller:
             pull.is_granted = True
             self._tell(pull)
 
+    def complete(self, request: str) -> None:
+        """The lender has computed all that an early ticket is for."""
+        pull = self.pulls[request]
+        if not pull.is_complete:
+            pull.is_complete = True
+            if pull.is_granted and pull.failed is None:
+                self._tell(pull)
+
     def lose(self, request: str, why: str = "the lender is gone") -> None:
         """The claim is refused, or lost; what was read by then does not count."""
         pull = self.pulls[request]
@@ -138,8 +157,9 @@ class ScriptedPuller:
             self._tell(pull, why)
 
     def receive(self, request: str) -> None:
-        """The read settles, in time; one that was given up fails for that."""
+        """All is announced, and the read settles, in time; one that was given up fails for that."""
         pull = self.pulls[request]
+        pull.is_complete = True
         assert pull.need is not None
         self._write(pull)
         if pull.failed is not None:
@@ -185,7 +205,16 @@ class ScriptedPuller:
     def _tell(self, pull: ScriptedPull, problem: str | None = None) -> None:
         if pull.claim.is_awaited and pull.need is None:
             outcome = ClaimOutcome(pull.request, pull.claim.pull, self._rank, problem)
-            self._reports.append(outcome)
+            self._reports.append(replace(outcome, ticket=self._known(pull)))
+
+    def _known(self, pull: ScriptedPull) -> Ticket | None:
+        """What is known of the ticket that an early one stands for."""
+        early = pull.claim.ticket
+        if not isinstance(early, EarlyTicket) or not pull.is_granted:
+            return None
+        assert self._ticket_of is not None
+        made = self._ticket_of(early)
+        return made if pull.is_complete else replace(made, blocks=())
 
 
 _TIMES = (

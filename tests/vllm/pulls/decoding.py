@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
 from pdconn.vllm.pulls.pulling import Pulling
@@ -40,6 +41,7 @@ class Asked:
 
     Attributes:
         is_prefix: its ticket is for a prefix.
+        is_early: its ticket is early: it names a stream.
         is_wrong: its ticket is none.
         has_failed: its pull was reported as failed.
         ends: reasons for its end; one in the end.
@@ -49,6 +51,7 @@ class Asked:
     first: int
     params: dict[str, Any] | None
     is_prefix: bool = False
+    is_early: bool = False
     is_wrong: bool = False
     is_aborted: bool = False
     has_failed: bool = False
@@ -73,10 +76,12 @@ class Decoding:
         self.asked: dict[str, Asked] = {}
         self.memory = KnownTokens(RANKS)
         self.pullers: list[ScriptedPuller] = []
+        self._streams: dict[str, Ticket] = {}
         self.workers: list[Any] = []
         for rank in range(RANKS):
             worker: Any = PdWorker(self.half._settings, config, cache_config())
-            puller = ScriptedPuller(rank, lambda pull, rank=rank: self._write(rank, pull))
+            write = lambda pull, rank=rank: self._write(rank, pull)  # noqa: E731
+            puller = ScriptedPuller(rank, write, self._ticket_of)
             worker._puller, worker._rank = puller, rank
             self.pullers.append(puller)
             self.workers.append(worker)
@@ -109,6 +114,16 @@ class Decoding:
         digest = prefix_digest(of, num_tokens) if is_prefix else prompt_digest(of)
         blocks = BlockList(0, tuple(range(1, 1 + -(-num_tokens // BLOCK_TOKENS))))
         return Ticket("p", LENDER, name, "localhost", 5600, num_tokens, digest, (blocks,))
+
+    def early_ticket(self, first: int, num_tokens: int) -> EarlyTicket:
+        """An early ticket for a prompt, which another engine begins to compute."""
+        made = self.ticket(first, num_tokens)
+        stream = f"{len(self._streams):016}"
+        self._streams[stream] = made
+        return EarlyTicket.like(made.to_params(1, 1), stream)
+
+    def _ticket_of(self, given: Ticket | EarlyTicket) -> Ticket:
+        return given if isinstance(given, Ticket) else self._streams[given.stream]
 
     def arrive(self, name: str, first: int, num_tokens: int, **asked: Any) -> None:
         """A request comes; ``asked`` are further fields of :class:`Asked`."""
@@ -166,7 +181,7 @@ class Decoding:
         """A read has brought what its ticket is for."""
         assert pull.need is not None
         [tokens], [blocks] = pull.need.tokens, pull.need.blocks
-        first = self._tickets[pull.claim.ticket.request_id]
+        first = self._tickets[self._ticket_of(pull.claim.ticket).request_id]
         for at in tokens:
             block = blocks.ids[at // BLOCK_TOKENS - blocks.first]
             self.memory.write(rank, (block, at % BLOCK_TOKENS), (first, at))

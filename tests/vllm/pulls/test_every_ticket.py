@@ -274,7 +274,8 @@ class DecodeMachine(LawMachine):
 
     def end_of(self, one: Any) -> str:
         """How a request must have ended."""
-        if self.engine.policy == "fail" and not one.is_prefix and one.has_failed:
+        is_optional = one.is_prefix or one.is_early
+        if self.engine.policy == "fail" and not is_optional and one.has_failed:
             return "error"
         return "length"
 
