@@ -181,7 +181,10 @@ class Lending(SchedulerPart):
         if not params or not params.get("do_remote_decode") or self.prefixes.takes_request(request):
             return
         self.tickets.leave_last_token(request)
-        if self.growing is not None and (stream := _stream_of(request)) is not None:
+        # A request whose name is lent already is not lent, so nobody may follow it.
+        if self.growing is None or request.request_id in self.pins:
+            return
+        if (stream := _stream_of(request)) is not None:
             self.growing.add_request(request, stream)
             self._open_streams(self.growing)
 
