@@ -14,7 +14,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm.stats import _COUNTERS, _HISTOGRAMS
 
-GOOD = {"pdconn:pulls", "pdconn:pulls_confirmed", "pdconn:pulls_verified"} | {
+GOOD = {
+    "pdconn:pulls",
+    "pdconn:pulls_confirmed",
+    "pdconn:pulls_followed",
+    "pdconn:pulls_verified",
+} | {
     "pdconn:tickets_gave_way"  # of those that are gone
 }
 
