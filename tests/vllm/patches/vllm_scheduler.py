@@ -98,6 +98,7 @@ class Engine:
         self.scheduler: Any = made(config, cache, grammars, **sizes)
         self.connector: Any = _ours(self.scheduler.connector)
         self.in_flight: list[Any] = []
+        self._chunks: list[set[str]] = []  # requests of which a step computes no last token
         self._numbers = itertools.count()
         hashing = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hashing)
@@ -137,16 +138,20 @@ class Engine:
 
     def schedule(self) -> None:
         """One step more is in flight."""
-        self.in_flight.append(self.scheduler.schedule())
+        step = self.scheduler.schedule()
+        self.in_flight.append(step)
+        requests = self.scheduler.requests
+        names = step.num_scheduled_tokens
+        self._chunks.append({name for name in names if requests[name].is_prefill_chunk})
 
     def process(self, reports: KVConnectorOutput | None = None) -> list[Any]:
         """The oldest step in flight has run, and workers report; returns what clients get."""
-        step = self.in_flight.pop(0)
+        step, chunks = self.in_flight.pop(0), self._chunks.pop(0)
         names = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[7] for _ in names],
+            sampled_token_ids=[[] if name in chunks else [7] for name in names],
             kv_connector_output=reports,
         )
         answered = self.scheduler.update_from_output(step, output)
