@@ -197,8 +197,7 @@ def _is_certain(growing: GrowingRequest) -> bool:
     """
     request = growing.request
     return (
-        request.status is RequestStatus.RUNNING
-        and growing.held is not None
+        growing.held is not None
         and growing.preemptions == request.num_preemptions
         and num_computed(request) > growing.held
     )

@@ -228,7 +228,9 @@ class Lending(SchedulerPart):
         ticket, params = None, request.kv_transfer_params
         if params and num_computed and self.tickets.is_proven:
             if params.get("do_remote_decode"):
-                ticket = self.lend_request(request, blocks.of_tokens(num_computed))
+                # The prompt, also if the client has asked for a longer answer than a router does.
+                num_lent = min(num_computed, request.num_prompt_tokens)
+                ticket = self.lend_request(request, blocks.of_tokens(num_lent))
             elif self.answers is not None:
                 answer = self.answers.answer_of(request, blocks, num_computed)
                 ticket = None if answer is None else self.lend_back(request, answer)

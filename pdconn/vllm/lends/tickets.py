@@ -110,7 +110,8 @@ class TicketWriter:
         most = max_blocks_for(request.num_prompt_tokens if prefix is None else prefix[0])
         check_block_count(sum(len(group.ids) for group in blocks), most)
         if prefix is None:
-            prefix = num_computed(request), self._prompt_digest(request)
+            num_tokens = min(num_computed(request), request.num_prompt_tokens)
+            prefix = num_tokens, self._prompt_digest(request)
         return Ticket(
             self.engine_id,
             self.incarnation,

@@ -46,6 +46,13 @@ CLOCK = ManualClock(1000.0)
 """Of every engine: it only goes on."""
 
 
+def prefill_config(*, is_async: bool = True, **more: Any) -> Any:
+    """Of an engine that lends; ``more`` goes into its ``KVTransferConfig``."""
+    extra = {"side_channel_host": "127.0.0.1", "side_channel_port": 1}
+    transfer = transfer_config("kv_producer", kv_lease_duration=LEASE_S, **extra, **more)
+    return engine_config(transfer, is_async=is_async)
+
+
 class VirtualTime:
     """The module ``time`` of an engine's thread that waits for its lender."""
 
@@ -93,14 +100,14 @@ class Claimed:
 
 
 class Prefilling:
-    """One prefill engine."""
+    """One prefill engine.
 
-    def __init__(self) -> None:
-        extra = {"side_channel_host": "127.0.0.1", "side_channel_port": 1}
-        config = engine_config(
-            transfer_config("kv_producer", kv_lease_duration=LEASE_S, **extra), is_async=True
-        )
-        self.engine = Engine(config)
+    Args:
+        config: of vLLM; None for one that schedules asynchronously.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        self.engine = Engine(prefill_config() if config is None else config)
         self.half = self.engine.connector._scheduler
         self.side: Lending = self.half.parts.lending
         self.side._clock = CLOCK
@@ -148,13 +155,13 @@ class Prefilling:
         self.engine.schedule()
         self.memory.begin_step(self.scheduler, self.engine.in_flight[-1])
 
-    def process(self) -> None:
+    def process(self, reports: KVConnectorOutput | None = None) -> None:
         """The oldest step has run; tickets go to clients."""
         firsts = {
             one.name: one.request.prompt_token_ids[0] for step in self.memory.passes for one in step
         }
         self.memory.end_step()
-        for answer in self.engine.process(KVConnectorOutput()):
+        for answer in self.engine.process(reports):
             params = answer.kv_transfer_params or {}
             if not params.get("do_remote_prefill"):
                 continue

@@ -98,7 +98,7 @@ class Engine:
         self.scheduler: Any = made(config, cache, grammars, **sizes)
         self.connector: Any = _ours(self.scheduler.connector)
         self.in_flight: list[Any] = []
-        self._chunks: list[set[str]] = []
+        self._chunks: list[set[str]] = []  # requests of which a step computes no last token
         self._numbers = itertools.count()
         hashing = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hashing)
@@ -138,10 +138,11 @@ class Engine:
 
     def schedule(self) -> None:
         """One step more is in flight."""
-        step, requests = self.scheduler.schedule(), self.scheduler.requests
+        step = self.scheduler.schedule()
         self.in_flight.append(step)
-        scheduled = step.num_scheduled_tokens
-        self._chunks.append({name for name in scheduled if requests[name].is_prefill_chunk})
+        requests = self.scheduler.requests
+        names = step.num_scheduled_tokens
+        self._chunks.append({name for name in names if requests[name].is_prefill_chunk})
 
     def process(self, reports: KVConnectorOutput | None = None) -> list[Any]:
         """The oldest step in flight has run, and workers report; returns what clients get."""
