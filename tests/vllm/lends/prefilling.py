@@ -161,7 +161,7 @@ class Prefilling:
             one.name: one.request.prompt_token_ids[0] for step in self.memory.passes for one in step
         }
         self.memory.end_step()
-        for answer in self.engine.process(reports):
+        for answer in self.engine.process(KVConnectorOutput() if reports is None else reports):
             params = answer.kv_transfer_params or {}
             if not params.get("do_remote_prefill"):
                 continue
