@@ -8,7 +8,9 @@ from pdconn.router.fleet.engine_client import EngineClient
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.handover.abandoned import AbandonedRequests
-from pdconn.router.handover.handover import Handover, Prefill
+from pdconn.router.handover.early_leg import EarlyLegs
+from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.prefill import Prefill
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
@@ -39,21 +41,34 @@ def make_handover(
         most_returns=limits.most_ticket_returns,
     )
     pulls = PrefixPulls(planner, client, tries.health, tickets)
+    abandoned = AbandonedRequests(tickets, limits.patience_s, limits.late_prefill_s)
+    reuses_tokens, streams = config.routing.reuse_tokens, config.streams
+    prefill = Prefill(
+        client,
+        router,
+        pulls,
+        tries,
+        config.times.prefill_timeout_s,
+        reuses_tokens,
+        streams.are_on,
+    )
+    early = EarlyLegs(
+        tries,
+        abandoned,
+        router.decisions,
+        streams.stream_chunk,
+        streams.max_streams,
+        reuses_tokens,
+    )
     return Handover(
         tries.engines,
         client,
         router,
         tries.metrics,
-        AbandonedRequests(tickets, limits.patience_s),
-        Prefill(
-            client,
-            router,
-            pulls,
-            tries,
-            config.times.prefill_timeout_s,
-            config.routing.reuse_tokens,
-        ),
+        abandoned,
+        prefill,
         tries,
+        early if streams.are_on else None,
     )
 
 

@@ -36,6 +36,25 @@ class DecisionKind(LabelValue):
     DECODE_ALONE = ("decode_alone", "Decode only.")
 
 
+class EarlyStart(LabelValue):
+    """Whether decode was asked early: the label ``start`` of ``streams_total``."""
+
+    STARTED = ("started", "Decode was asked before prefill answered.")
+    QUEUED = (
+        "queued",
+        "Prefill answered, or failed, before the requests ahead of this one were computed but for "
+        "`--stream-chunk` tokens.",
+    )
+    TOO_MANY = ("too_many", "`--max-streams` requests waited at the decode engine.")
+    UNKNOWN_LENDER = (
+        "unknown_lender",
+        "The prefill engine has issued no ticket since it came up, runs another connector, or "
+        "chooses among data-parallel ranks itself.",
+    )
+    SAME_ENGINE = ("same_engine", "One engine was chosen for both roles.")
+    NEEDS_TOKENS = ("needs_tokens", "A chat with `--reuse-tokens`: decode needs prefill's answer.")
+
+
 class ReportedTokens(LabelValue):
     """The label ``kind`` of ``reported_tokens_total``."""
 
@@ -95,6 +114,13 @@ METRICS = (
         "counter",
         (),
         "Requests that decode answered with a ticket of prefill",
+    ),
+    RouterMetric(
+        "pdconn_router_streams_total",
+        "counter",
+        ("start",),
+        "Requests to be handed over, by whether decode was asked early (--streams)",
+        values={"start": EarlyStart},
     ),
     RouterMetric(
         "pdconn_router_direct_requests_total",

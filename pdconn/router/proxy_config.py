@@ -216,6 +216,39 @@ class RoutingSettings(CheckedSettings):
 
 
 @dataclass(frozen=True, slots=True)
+class StreamSettings(CheckedSettings):
+    """Whether decode is asked before prefill has answered, and when."""
+
+    streams: str = option(
+        "off",
+        says="ask decode while prefill computes, so that it pulls at the same time; the engines "
+        "need a pdconn that knows early tickets",
+        choices=("on", "off"),
+    )
+    stream_chunk: int = option(
+        8192,
+        "TOKENS",
+        number(what="tokens"),
+        "with --streams, ask decode once the requests of this proxy before this one at its prefill "
+        "engine have at most this many tokens to compute: a step of prefill",
+        parse=int,
+    )
+    max_streams: int = option(
+        64,
+        "N",
+        number(),
+        "with --streams, let at most this many requests wait for prefill at one decode engine; "
+        "others are handed over as usual",
+        parse=int,
+    )
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there are any."""
+        return self.streams == "on"
+
+
+@dataclass(frozen=True, slots=True)
 class ListenSettings(CheckedSettings):
     """Where the router listens, and what clients may do and see.  Port 0 takes any free one."""
 
@@ -507,6 +540,7 @@ class ProxyConfig:
 
     engines: EngineSettings
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    streams: StreamSettings = field(default_factory=StreamSettings)
     listen: ListenSettings = field(default_factory=ListenSettings)
     times: TimeSettings = field(default_factory=TimeSettings)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)

@@ -18,6 +18,7 @@ class Limits:
         fleet_interval_s: between two polls of the fleet's sources.
         first_backoff_s: before the first probe of an engine that went down.
         patience_s: for requests of clients that left.
+        late_prefill_s: for prefills that decode does not wait for.
         most_ticket_returns: concurrent returns.
         last_returns_s: for both of them after the drain, regardless of ``--drain-timeout``: a
             prefill that was cut off needs ``patience_s`` before its ticket can be returned.
@@ -28,6 +29,7 @@ class Limits:
     fleet_interval_s: float = sources.INTERVAL_S
     first_backoff_s: float = engine_registry.FIRST_BACKOFF_S
     patience_s: float = abandoned.PATIENCE_S
+    late_prefill_s: float = abandoned.LATE_S
     most_ticket_returns: int = ticket_return.MOST_RETURNS
     last_returns_s: float = 4.0
     most_tokens: int = tokenize.MOST_TOKENS

@@ -46,6 +46,7 @@ from pdconn.router.routing.routed_request import (
     Pulled,
     RequestEnded,
     RoutedRequest,
+    Streamed,
 )
 
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
@@ -76,7 +77,7 @@ class RouterMetrics:
     """The metrics of one router."""
 
     kinds: ClassVar[frozenset[type[Event]]] = frozenset(
-        (Decided, Prefilled, FirstByte, Passed, Pulled, FirstToken, RequestEnded)
+        (Decided, Prefilled, FirstByte, Streamed, Passed, Pulled, FirstToken, RequestEnded)
     )
 
     def __init__(self, engines: EngineRegistry) -> None:
@@ -174,6 +175,8 @@ class RouterMetrics:
                     self._reported(request.decision, event.engine, event.cached_tokens)
             case FirstByte(is_good=True, waited_s=waited_s):
                 self._families["decode_first_byte_seconds"].observe(waited_s)
+            case Streamed(start=start):
+                self._families["streams_total"].labels(start.value).inc()
             case Passed(is_served=True, status=status) if status < 400:
                 direct = request.direct
                 if direct is None:
@@ -231,7 +234,7 @@ class RouterMetrics:
         moment.failed += outcome.end is None or outcome.end.is_failure
         if outcome.decode is not None and (outcome.status or 0) < 400:
             moment.served += 1
-            moment.handed_over += outcome.ticket_s is not None
+            moment.handed_over += outcome.had_ticket
 
     def take_moment(self) -> Moment:
         """The counts since the previous call."""

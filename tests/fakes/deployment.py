@@ -107,18 +107,20 @@ async def deployment(
 ) -> AsyncIterator[Deployment]:
     """Engines, a proxy over them and a client, all gone at the end.
 
-    ``word`` is how the command line names an engine.
+    ``word`` is how the command line names an engine.  With ``streams`` on, engines know them.
     """
     leases = Leases()
     engines = [FakeEngine(leases) for _ in range(num_prefill + num_decode)]
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
+            if True:
+                engine.boot = f"boot of {engine.port}"
             stack.push_async_callback(engine.stop)
         prefill, decode = engines[:num_prefill], engines[num_prefill:]
         turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
         shown = {"show_engines": True}
-        settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **shown, **settings}
+        settings = {"port": 0, "streams": "on", "drain_timeout_s": 1.0, **turns, **shown, **settings}
         config = ProxyConfig.from_options(
             [word(e) for e in prefill], [word(e) for e in decode], **settings
         )

@@ -4,12 +4,18 @@ What matters of vLLM is kept: a prefill answer carries a ticket and lends blocks
 a model of another name is refused with 404 before all else, and the lender is
 notified; a client that leaves aborts its request, and the lender is notified, unless
 the server had not looked at the request yet.  ``Leases`` is what all engines of a
-test share: the tickets whose blocks are still lent.
+test share: the tickets whose blocks are still lent, and the streams of requests that
+are being computed.
+
+An engine with a ``boot`` knows streams, as pdconn does: decode that has an early ticket
+answers when the prefill with that stream has ended.  It computes the prompt if that lends
+nothing, if the ticket names another boot, or if no such prefill comes (``PARKED_S``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -19,6 +25,7 @@ from typing import Any, TypeAlias
 from aiohttp import web
 from multidict import CIMultiDict
 
+from pdconn.protocol.ticket import TICKET_VERSION
 from pdconn.router.fleet.pull_counts import FAILED, PULL_CAUSES, PULLS
 from pdconn.tools.lab.ports import free_ports
 
@@ -32,6 +39,15 @@ TICKET = (
     '{"do_remote_prefill":true, "remote_block_ids": [[1,2],[ 0,7 ]], "ttl": 1.50, '
     '"an unknown key": {"é": 1e2}, "big": 123456789012345678901234567890, "lease": "%s"}'
 )
+
+#: As pdconn writes it: what names the boot that lends, beside what a router does not read.
+OURS = (
+    '{"remote_engine_id": "%(boot)s", "remote_host": "127.0.0.1", "remote_port": 7600, '
+    '"pdconn": {"version": %(version)d, "incarnation": "%(boot)s", "prompt": "x"}, '
+)
+
+PARKED_S = 5.0
+"""How long decode waits for a prefill with its stream."""
 
 #: Split across a UTF-8 letter and without regard to SSE's lines.
 CHUNKS = (b'data: {"text": "\xc3', b'\xa9"}\n\nda', b"ta: x\n\n", b"data: [DONE]\n\n")
@@ -61,6 +77,13 @@ class Seen:
         return self.params.get("pdconn") or {}
 
     @property
+    def stream(self) -> tuple[str, str] | None:
+        """The boot and the name of the stream that it is to follow."""
+        if not self.params.get("do_remote_prefill") or "stream" not in self.ours:
+            return None
+        return self.ours["incarnation"], self.ours["stream"]
+
+    @property
     def source(self) -> dict[str, Any]:
         """The ticket for the prompt's prefix, if it has one."""
         return self.ours.get("from") or {}
@@ -68,16 +91,43 @@ class Seen:
 
 @dataclass
 class Leases:
-    """Tickets whose blocks prefill still holds."""
+    """Tickets whose blocks prefill still holds.
+
+    Attributes:
+        streams: of each stream, its lease once prefill has ended; None if it has lent nothing.
+        followed: streams, by the boot and the name, that decode was to follow.
+    """
 
     held: set[str] = field(default_factory=set)
     granted: int = 0
+    streams: dict[tuple[str, str], asyncio.Future[str | None]] = field(default_factory=dict)
+    followed: list[tuple[str, str]] = field(default_factory=list)
 
-    def grant(self) -> str:
+    def grant(self, boot: str | None = None, stream: str | None = None) -> str:
+        """The ticket of a new lease; of ``stream``, at an engine with a ``boot``."""
         self.granted += 1
         name = f"lease-{self.granted}"
         self.held.add(name)
-        return TICKET % name
+        if boot is None:
+            return TICKET % name
+        if stream is not None:
+            self.end_stream(boot, stream, name)
+        return ticket_of(boot, name)
+
+    def stream_of(self, boot: str, stream: str) -> asyncio.Future[str | None]:
+        """What comes of a stream; prefill's request may come after decode's."""
+        return self.streams.setdefault((boot, stream), asyncio.get_running_loop().create_future())
+
+    def end_stream(self, boot: str, stream: str, lease: str | None) -> None:
+        """A prefill has ended; a second one with the same stream is not followed."""
+        ended = self.stream_of(boot, stream)
+        if not ended.done():
+            ended.set_result(lease)
+
+
+def ticket_of(boot: str, lease: str) -> str:
+    """A ticket that says where it is from, as pdconn's do."""
+    return OURS % {"boot": boot, "version": TICKET_VERSION} + (TICKET % lease)[1:]
 
 
 #: The tokens of a prompt, or an answer of its own.
@@ -120,6 +170,9 @@ class FakeEngine:
         self.cached_tokens: Any = None  # what prefill reports, if it does
         self.usage: dict[str, Any] | None = None  # the same, whole
         self.lends = True
+        self.boot: str | None = None  # what its tickets name, if it knows streams
+        self.computes = asyncio.Event()  # while cleared prefill does not end
+        self.computes.set()
         self.held_tokens: int | None = None  # of a prefix that is asked for; None: all of it
         self.lent_tokens: list[int] = []  # of each prefix that was asked for
         self.checks_names = True
@@ -236,10 +289,18 @@ class FakeEngine:
         finally:
             if admitted:
                 self.tell_lender(seen)
+            if self.boot is not None and "stream" in seen.ours and seen.stream is None:
+                # Prefill's, however it ended; what it has lent is known before.
+                self.leases.end_stream(self.boot, seen.ours["stream"], None)
 
     def tell_lender(self, seen: Seen) -> None:
-        """The request is over, however it ended: its blocks are not needed."""
+        """The request is over, however it ended: its blocks are not needed.
+
+        A stream that has not ended has none yet.  Its lease stays, until it is given back.
+        """
         params = seen.params
+        if seen.stream in self.leases.streams and self.leases.streams[seen.stream].done():
+            self.leases.held.discard(self.leases.streams[seen.stream].result())
         self.leases.held.discard(params.get("lease"))
         self.leases.held.discard(seen.source.get("lease"))
 
@@ -250,17 +311,28 @@ class FakeEngine:
         if "lend" in seen.ours:
             return self.prefix_answer(seen.ours["lend"])
         if seen.params.get("do_remote_prefill"):
-            self.pull(seen)
+            self.pull(seen, await self.lease_for(seen))
         if seen.params.get("do_remote_decode"):
-            return self.prefill_answer()
+            await self.computes.wait()
+            return self.prefill_answer(seen.ours.get("stream"))
         if body.get("stream"):
             return await self.stream(http)
         return web.Response(body=ANSWER, content_type="application/json")
 
-    def pull(self, seen: Seen) -> None:
+    async def lease_for(self, seen: Seen) -> str | None:
+        """What its ticket names, or the stream that it follows."""
+        if seen.stream is None:
+            return seen.params.get("lease")
+        self.leases.followed.append(seen.stream)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PARKED_S):
+                return await asyncio.shield(self.leases.stream_of(*seen.stream))
+        return None
+
+    def pull(self, seen: Seen, lease: str | None) -> None:
         """What is lent, as a real engine does before it answers; else it computes the prompt."""
         cause = self.pull_fails
-        if cause is None and seen.params.get("lease") not in self.leases.held:
+        if cause is None and lease not in self.leases.held:
             cause = "pdconn:pulls_refused_unknown_total"
         if cause is None:
             self.counts[PULLS] += 1
@@ -268,8 +340,8 @@ class FakeEngine:
             self.counts[cause] += 1
             self.counts[FAILED] += cause not in NOT_BEGUN
 
-    def prefill_answer(self) -> web.Response:
-        ticket = self.leases.grant() if self.lends else "null"
+    def prefill_answer(self, stream: str | None = None) -> web.Response:
+        ticket = self.leases.grant(self.boot, stream) if self.lends else "null"
         usage = "" if self.usage is None else f'"usage": {json.dumps(self.usage)}, '
         if self.cached_tokens is not None:
             details = json.dumps({"cached_tokens": self.cached_tokens})

@@ -197,6 +197,7 @@ NONE_OF_THEM = {
     "hash_algorithm": ["sha256", "--hash-block-tokens", "16"],
     "hash_block_tokens": ["16", "--hash-algorithm", "sha256"],
     "weights": ["gpu=0.5"],
+    "streams": ["on"],
     "forward_authorization": ["--api-key-file", "keys"],
     "tls_cert": ["cert", "--tls-key", "key"],
     "tls_key": ["key", "--tls-cert", "cert"],

@@ -173,6 +173,7 @@ def _fields(
             "prefill": outcome.prefill,
             "decode": outcome.decode,
             "ticket_seconds": _rounded(outcome.ticket_s),
+            "early_seconds": _rounded(outcome.early_s),
             "first_byte_seconds": _rounded(outcome.first_byte_s),
         }
     return fields

@@ -23,8 +23,9 @@ from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
 from pdconn.router.router_errors import NoPrompt, NotFound
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
+from pdconn.router.routing.decision_log import Logged
 from pdconn.router.routing.policy import Decision, ScoredCandidate
-from pdconn.router.routing.routed_request import Logged, Step
+from pdconn.router.routing.routed_request import Step
 
 SHOWN = 50
 """Number of decisions on the page."""
@@ -225,6 +226,7 @@ def _brief(logged: Logged) -> dict[str, object]:
         "cached_tokens": outcome.cached_tokens,
         "pull": _pull(logged),
         "ticket_ms": _in_ms(outcome.ticket_s),
+        "early_ms": _in_ms(outcome.early_s),
         "first_byte_ms": _in_ms(outcome.first_byte_s),
         "steps": [_step(one) for one in outcome.steps],
     }

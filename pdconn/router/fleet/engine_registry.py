@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
+from pdconn.router.fleet.lenders import KnownLenders
 from pdconn.router.fleet.member import Member, Role, merged
 from pdconn.router.router_errors import EngineFailure
 
@@ -159,6 +160,7 @@ class EngineRegistry:
 
     Attributes:
         rests: engines that are up but keep failing requests.
+        lenders: where engines lend from, since they came up.
     """
 
     def __init__(
@@ -173,6 +175,7 @@ class EngineRegistry:
         self._draining: frozenset[str] = frozenset()
         self._outages: dict[str, Outage] = {}
         self.rests = EngineRests()
+        self.lenders = KnownLenders()
 
     @classmethod
     def from_members(
@@ -192,7 +195,9 @@ class EngineRegistry:
         after = self._standings()
         for name in before.keys() - after.keys():
             self._outages.pop(name, None)
-        self.rests.keep_engines(after)
+        kept: tuple[KeptPerEngine, ...] = (self.rests, self.lenders)
+        for one in kept:
+            one.keep_engines(after)
         return _compare(before, after)
 
     def _standings(self) -> dict[str, _Standing]:
@@ -259,6 +264,7 @@ class EngineRegistry:
             raise KeyError(engine)
         before = self._outages.get(engine)
         num_failures = 1 if before is None else before.num_failures + 1
+        self.lenders.forget_engine(engine)
         outage = Outage(why, num_failures, self._first_backoff_s)
         self._outages[engine] = outage
         return outage

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,63 +21,10 @@ from multidict import CIMultiDict
 from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.engine_page import Load, parse_metrics
 from pdconn.router.fleet.engine_registry import EngineRegistry, KeptPerEngine
+from pdconn.router.fleet.flights import InflightTracker
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.prometheus_page import MAX_PAGE_NBYTES
 from pdconn.router.fleet.pull_counts import PullCounts, RecentPulls
-
-
-class InflightTracker:
-    """Requests and prompt tokens in flight at each engine."""
-
-    def __init__(self) -> None:
-        self._requests: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
-        self._ranks: Counter[tuple[str, int]] = Counter()
-
-    def start_request(
-        self, engine: str, num_tokens: int, rank: int | None = None
-    ) -> Callable[[], None]:
-        """Count a request to ``engine``; call the returned function when it has finished.
-
-        The returned function is idempotent.
-
-        Args:
-            engine: base URL.
-            num_tokens: prompt tokens that the engine has to compute.
-            rank: the data-parallel rank that the request names, if any.
-        """
-        self._add(engine, num_tokens, rank, 1)
-        finished = False
-
-        def finish() -> None:
-            nonlocal finished
-            if not finished:
-                finished = True
-                self._add(engine, num_tokens, rank, -1)
-
-        return finish
-
-    def _add(self, engine: str, num_tokens: int, rank: int | None, step: int) -> None:
-        self._requests[engine] += step
-        self._tokens[engine] += step * num_tokens
-        if not self._requests[engine]:
-            del self._requests[engine], self._tokens[engine]
-        if rank is not None:
-            self._ranks[engine, rank] += step
-            if not self._ranks[engine, rank]:
-                del self._ranks[engine, rank]
-
-    def at_rank(self, engine: str, rank: int) -> int:
-        """Requests in flight that name a rank of an engine."""
-        return self._ranks[engine, rank]
-
-    def requests_at(self, engine: str) -> tuple[int, int]:
-        """Requests in flight at an engine, and prompt tokens that it has to compute for them."""
-        return self._requests[engine], self._tokens[engine]
-
-    def __len__(self) -> int:
-        return self._requests.total()
-
 
 log = logging.getLogger(__name__)
 

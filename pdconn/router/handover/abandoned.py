@@ -14,11 +14,16 @@ not in every state::
   prefill gets ``PATIENCE_S`` to finish, and its ticket is returned; a longer prefill is aborted,
   which rarely hits that moment.
 * A ticket that no decode engine has seen is returned through one (``ticket_return``).
+* Decode that was asked early is closed at once (``early_leg``), and the ticket is returned when it
+  arrives.
 * vLLM's HTTP server drops a request whose client left before the server read it, without notifying
   the connector.  After ``PATIENCE_S``, or at the first byte of an answer, the engine has the
   request; closing then aborts it, and the engine reports that to the lender.
 
 The lease frees blocks that none of this frees.
+
+A decode engine may also answer before prefill.  That prefill goes on without a reader, since its
+answer has facts that the router learns from.
 """
 
 from __future__ import annotations
@@ -37,16 +42,23 @@ from pdconn.router.routing.routed_request import Abandoned, ClientLeft, RoutedRe
 #: client has left.
 PATIENCE_S = 2.0
 
+#: From decode's first byte until prefill is aborted.  Usually it answers in the same moment: decode
+#: has the last of its blocks.
+LATE_S = 30.0
+
 #: Each holds its request's body.
 MOST_ABANDONED = 1024
 
 
 class AbandonedRequests:
-    """Finishes the requests of clients that left, in the background."""
+    """Finishes the requests of clients that left, and late prefills, in the background."""
 
-    def __init__(self, tickets: TicketReturner, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, tickets: TicketReturner, patience_s: float = PATIENCE_S, late_s: float = LATE_S
+    ) -> None:
         self._tickets = tickets
         self._patience_s = patience_s
+        self._late_s = late_s
         self._running = Background(limit=MOST_ABANDONED)
 
     async def close(self, grace_s: float) -> None:
@@ -57,9 +69,32 @@ class AbandonedRequests:
 
     def return_ticket(self, request: RoutedRequest) -> None:
         """Return the request's ticket, if it has one; it will not be used."""
-        ticket, request.ticket = request.ticket, None
+        ticket = request.spend_ticket()
         if ticket is not None:
             self._tickets.give_back(request, ticket)
+
+    def decode_was_first(
+        self, request: RoutedRequest, prefill: asyncio.Task[EngineAnswer | None]
+    ) -> None:
+        """Take over ``prefill``, which nothing waits for: decode has answered, or failed."""
+        request.held.add_user()
+        if not self._running.spawn(self._finish_prefill(request, prefill), "finish a late prefill"):
+            request.held.drop_user()
+            prefill.cancel()
+            prefill.add_done_callback(close_answer)
+
+    async def _finish_prefill(
+        self, request: RoutedRequest, prefill: asyncio.Task[EngineAnswer | None]
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._late_s):
+                await prefill
+        except (TimeoutError, Abandoned, Refusal):
+            pass
+        finally:
+            prefill.add_done_callback(close_answer)
+            request.keep_refusal(None)
+            request.held.drop_user()
 
     def client_left(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
         """Take over ``task``, which is still running the request."""
@@ -68,7 +103,7 @@ class AbandonedRequests:
         if not self._running.spawn(self._finish(request, task), "finish an abandoned request"):
             request.held.drop_user()
             task.cancel()
-            task.add_done_callback(_close)
+            task.add_done_callback(close_answer)
 
     async def _finish(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
         try:
@@ -77,8 +112,9 @@ class AbandonedRequests:
         except TimeoutError:
             # Handing over cancelled the task, which closed the engine's connection unless the
             # answer arrived at the same moment.
-            task.add_done_callback(_close)
-            if request.asked is None or not request.asked.delivery.begun:
+            task.add_done_callback(close_answer)
+            decode = request.asked(StepKind.DECODE)
+            if decode is None or not decode.delivery.begun:
                 self.return_ticket(request)
         except (Abandoned, Refusal):
             pass
@@ -89,14 +125,15 @@ class AbandonedRequests:
 
     def _wait_s(self, request: RoutedRequest) -> float:
         """Seconds to wait before closing the engine's connection."""
-        if request.asked is None or request.asked.step is StepKind.PREFILL:
+        prefill, decode = request.asked(StepKind.PREFILL), request.asked(StepKind.DECODE)
+        if decode is None or (prefill is not None and not request.is_over(prefill)):
             return self._patience_s
         if request.ticket is None:
             return 0.0  # no blocks depend on it
-        return max(0.0, self._patience_s - request.since_asked_s())
+        return max(0.0, self._patience_s - (time.perf_counter() - decode.at_s))
 
 
-def _close(task: asyncio.Task[EngineAnswer]) -> None:
-    """Close the answer of a task, if there is one: it has no reader."""
-    if not task.cancelled() and task.exception() is None:
-        task.result().close()
+def close_answer(task: asyncio.Task[EngineAnswer | None] | asyncio.Task[EngineAnswer]) -> None:
+    """Close the answer of a task that has ended, if there is one: it has no reader."""
+    if not task.cancelled() and task.exception() is None and (answer := task.result()) is not None:
+        answer.close()

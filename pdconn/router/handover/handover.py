@@ -1,12 +1,12 @@
 """One request through prefill and decode, with retries on another engine after a failure.
 
-Prefill may be retried anywhere: the blocks that a failed prefill lent are freed when its lease
-ends.  If no engine is left decode computes the prompt itself, if allowed.  Decode may not.  A
-ticket goes to a second decode engine only if the first cannot have seen it: a ticket that is used
-twice names blocks that may be free by now and hold another prompt's KV cache.  If decode fails or
-refuses while it may have the ticket, the next decode engine computes the prompt itself, and finally
-the same one again: a pull can fail because two engines do not match, and there may be no other
-engine.
+Prefill may be retried anywhere (``prefill``), decode may not.  A ticket goes to a second decode
+engine only if the first cannot have seen it: a ticket that is used twice names blocks that may be
+free by now and hold another prompt's KV cache.  If decode fails or refuses while it may have the
+ticket, the next decode engine computes the prompt itself, and finally the same one again: a pull
+can fail because two engines do not match, and there may be no other engine.
+
+With ``--streams`` decode may be asked before prefill has answered (``early_leg``).
 
 When all have failed the client gets the last engine's answer, as with Envoy; if none answered, the
 router's own error.  ``tries`` defines which answers are failures.
@@ -16,23 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from pdconn.router.fleet.engine_client import (
     ConnectFailed,
     ConnectionLost,
     EngineAnswer,
     EngineClient,
-    EngineTimedOut,
     IdleConnectionLost,
 )
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.abandoned import AbandonedRequests
-from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
+from pdconn.router.handover.early_leg import EarlyLegs
+from pdconn.router.handover.prefill import Prefill
 from pdconn.router.handover.tries import (
     INTERNAL_ERROR,
     MOST_BROKEN,
@@ -40,14 +40,8 @@ from pdconn.router.handover.tries import (
     may_repeat,
     status_of,
 )
-from pdconn.router.openai.bodies import (
-    decode_body,
-    find_ticket,
-    find_usage,
-    prefill_body,
-    with_tokens,
-)
-from pdconn.router.openai.requests import Direct, Route, to_rank
+from pdconn.router.openai.bodies import decode_body
+from pdconn.router.openai.requests import Direct, to_rank
 from pdconn.router.router_errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
 from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.decide import RequestRouter
@@ -60,199 +54,21 @@ from pdconn.router.routing.routed_request import (
     Learned,
     Over,
     Passed,
-    Prefilled,
     RoutedRequest,
     StepKind,
     WentDirect,
     said,
 )
 
-log = logging.getLogger(__name__)
-
 _NOT_FOUND = 404
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefilled:
-    """Prefill's answer, and the ticket that it was sent."""
-
-    whole: bytes
-    borrowed: Borrowed | None
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Obtains the tickets of requests.
-
-    Attributes:
-        timeout_s: per engine; None for no time-out.
-        reuses_tokens: decode receives the token ids of a chat from prefill.
-    """
-
-    client: EngineClient
-    router: RequestRouter
-    pulls: PrefixPulls
-    tries: EngineTries
-    timeout_s: float | None = None
-    reuses_tokens: bool = False
-    _warned: set[str] = field(default_factory=set)
-
-    async def get_ticket(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
-        """Get the request its ticket, or note why decode computes; returns an engine's refusal.
-
-        Raises:
-            NoEngineLeft: no engine answers, and decode must not compute the prompt.
-        """
-        failures: list[EngineFailure] = []
-        why = Direct.NO_PREFILL
-        for candidate in self.tries.candidates(Role.PREFILL, decision, request):
-            engine = candidate.engine
-            is_idle = self.router.loads.inflight.requests_at(engine)[0] == 0
-            try:
-                answer = await self._ask_one(request, decision, candidate)
-            # 1. No answer: the next engine is asked, and a lease frees what this one may have lent.
-            except (ConnectFailed, ConnectionLost) as error:
-                late = isinstance(error, EngineTimedOut)
-                why = Direct.NO_PREFILL_IN_TIME if late else Direct.NO_PREFILL
-                failures.append(self.tries.failed_request(Role.PREFILL, engine, request, error))
-                continue
-            # 2. The prompt is computed.  Its time is learned, if nothing else delayed it.
-            if isinstance(answer, _Prefilled):
-                self._prefilled(request, decision, engine, answer)
-                was_delayed = request.pull is not None and answer.borrowed is None
-                learns = is_idle and decision.lookup is not None and not was_delayed
-                leg = PrefillLeg(candidate, decision.num_tokens, request.since_asked_s(), learns)
-                if learns or answer.borrowed is not None:
-                    self.pulls.prefilled(request, answer.borrowed, leg)
-                return None
-            # 3. The engine cannot serve it now, or takes shorter prompts than others: the next one
-            # is asked, and the answer is kept for the client in case that all fail.
-            failure = self.tries.refused_request(Role.PREFILL, answer, answer.status, request)
-            if failure is not None:
-                why = Direct.PREFILL_ERROR
-            elif await self.router.is_shorter(engine, answer.status, request):
-                why = Direct.PREFILL_TOO_SHORT
-                failure = self.tries.too_short(Role.PREFILL, engine, request)
-            # 4. It is the client's mistake, which no other engine would accept.
-            else:
-                return answer
-            failures.append(failure)
-            request.keep_refusal(answer)
-        if self.router.decodes_alone:
-            request.keep_refusal(None)
-            request.note(WentDirect(why))
-            return None
-        known = self.tries.engines.failures(Role.PREFILL, failures)
-        raise NoEngineLeft(Role.PREFILL.value, known)
-
-    async def _ask_one(
-        self, request: RoutedRequest, decision: Decision, candidate: Candidate
-    ) -> _Prefilled | EngineAnswer:
-        engine = candidate.engine
-        uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
-        finish = self.router.loads.inflight.start_request(engine, uncached, candidate.rank)
-        try:
-            with request.within(StepKind.PREFILL, engine, uncached=uncached) as began:
-                return await self._ask_in_time(request, candidate, began)
-        finally:
-            finish()
-
-    async def _ask_in_time(
-        self, request: RoutedRequest, candidate: Candidate, began: Began
-    ) -> _Prefilled | EngineAnswer:
-        """Prefill's answer, within ``timeout_s``.
-
-        Raises:
-            EngineTimedOut: no answer in time.  The connection is closed, which aborts the request
-                there; blocks lent at that moment are freed by their lease.
-        """
-        if self.timeout_s is None:
-            return await self._ask_lending(request, candidate, began)
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                return await self._ask_lending(request, candidate, began)
-        except TimeoutError as error:
-            raise EngineTimedOut(f"no ticket within {self.timeout_s:g} s") from error
-
-    async def _ask_lending(
-        self, request: RoutedRequest, candidate: Candidate, began: Began
-    ) -> _Prefilled | EngineAnswer:
-        """Prefill's answer or refusal, with a prefix borrowed from another engine if possible."""
-        borrowed = None
-        if request.tokens is not None:  # kept only if some engine would pull
-            borrowed = await self.pulls.borrow(request, candidate)
-        answer = await self._post(request, candidate, borrowed, began)
-        if borrowed is not None and isinstance(answer, EngineAnswer) and answer.status >= 500:
-            # An engine fails requests whose pull fails: the prompt can still be computed.
-            answer.close()
-            answer = await self._post(request, candidate, None, began)
-        return answer
-
-    async def _post(
-        self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None, began: Began
-    ) -> _Prefilled | EngineAnswer:
-        try:
-            source = None if borrowed is None else borrowed.ticket
-            body = prefill_body(request.body, source, returns_tokens=self.reuses_tokens)
-            headers = to_rank(request.headers, candidate.rank)
-            headers["Accept-Encoding"] = "identity"  # the router parses this answer
-            if request.trace is not None:
-                request.trace.inject(headers)
-            path = request.body.route.path
-            answer = await self.client.post_body(candidate.engine, path, body, headers)
-            request.note(Learned(began, {"status": answer.status}))
-            if answer.status == 200:
-                async with answer:
-                    return _Prefilled(await answer.read_rest(), borrowed)
-        except BaseException:
-            if borrowed is not None:
-                self.pulls.pull_failed(request, borrowed)
-            raise
-        if borrowed is not None:
-            engine = candidate.engine if answer.status >= 500 else None
-            self.pulls.pull_failed(request, borrowed, engine)
-        return answer
-
-    def _prefilled(
-        self, request: RoutedRequest, decision: Decision, engine: str, answer: _Prefilled
-    ) -> None:
-        """Note the ticket and the reported cache hit, which includes pulled tokens."""
-        waited_s = request.since_asked_s()
-        self.tries.engines.rests.note_success(engine)
-        request.ticket = find_ticket(answer.whole)
-        usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
-        event = Prefilled(
-            engine,
-            waited_s,
-            request.ticket is not None,
-            cached_tokens=usage.cached,
-            prompt_tokens=usage.prompt,
-            has_borrowed=has_borrowed,
-        )
-        request.note(event)
-        if usage.cached is not None and not has_borrowed:
-            self.router.prefill_reported(decision, engine, usage.cached)
-        if request.ticket is None:
-            request.note(WentDirect(Direct.NO_TICKET))
-            self._warn_no_ticket(engine)
-        elif self.reuses_tokens and request.body.route is Route.CHAT:
-            request.ticket = with_tokens(request.ticket, answer.whole)
-
-    def _warn_no_ticket(self, engine: str) -> None:
-        self._warned.intersection_update(self.tries.engines.names)
-        if engine not in self._warned:
-            self._warned.add(engine)
-            log.warning(
-                "pdconn: prefill answers without kv_transfer_params, so decode computes its "
-                "prompts again; does it run with --kv-transfer-config? (warned once per engine) "
-                "engine=%s",
-                engine,
-            )
-
-
-@dataclass(frozen=True, slots=True)
 class Handover:
-    """Takes requests through prefill and decode."""
+    """Takes requests through prefill and decode.
+
+    ``early``: begins decode's legs early; None if they never do.
+    """
 
     engines: EngineRegistry
     client: EngineClient
@@ -261,6 +77,7 @@ class Handover:
     abandoned: AbandonedRequests
     prefill: Prefill
     tries: EngineTries
+    early: EarlyLegs | None = None
 
     async def answer_request(self, request: RoutedRequest) -> EngineAnswer:
         """An engine's answer to a client's request, once its body has begun.
@@ -306,7 +123,7 @@ class Handover:
                 raise self._none_left()
             decision = await self._decide(request)
             try:
-                answer = await self._serve(request, decision)
+                answer = await self._serve_or_return(request, decision)
                 if answer is not None:
                     request.note(Passed(answer.status, request.last(FirstByte) is not None))
             finally:
@@ -324,6 +141,16 @@ class Handover:
             request.note(Decided(decision))
         return decision
 
+    async def _serve_or_return(
+        self, request: RoutedRequest, decision: Decision
+    ) -> EngineAnswer | None:
+        """As ``_serve``; a ticket that was not used then is returned."""
+        try:
+            return await self._serve(request, decision)
+        except (Refusal, Abandoned):
+            self.abandoned.return_ticket(request)
+            raise
+
     async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """The answer for a decision; None if another decision is needed."""
         ranking = decision.ranking
@@ -336,21 +163,26 @@ class Handover:
             request.note(WentDirect(Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD))
             return await self._decode_alone(request, ranking.decode[0].candidate)
         # 3. Prefill lends its blocks, refuses, or fails: then decode computes the prompt, if
-        # allowed.
+        # allowed.  Decode may answer before prefill.
         else:
             request.note(WentDirect(None))
-            refusal = await self.prefill.get_ticket(request, decision)
-            if refusal is not None:
-                return refusal
+            answer = await self._ask_prefill(request, decision)
+            if answer is not None:
+                return answer
             self._check_may_compute(request)
         candidates = self.tries.candidates(Role.DECODE, decision, request)
         if request.body.direct is Direct.STORED_RESPONSE:
             return await self._decode_where_kept(request, candidates)
-        try:
-            return await self._decode(request, candidates)
-        except (Refusal, Abandoned):
-            self.abandoned.return_ticket(request)
-            raise
+        return await self._decode(request, candidates)
+
+    async def _ask_prefill(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
+        """Prefill's refusal, or decode's answer; None if decode is to be asked now."""
+        if self.early is None:
+            return await self.prefill.get_ticket(request, decision)
+        candidates = self.tries.candidates(Role.DECODE, decision, request)
+        ask = partial(self._decode, request, candidates)
+        leg = self.early.leg_for(request, decision, ask)
+        return await leg.serve(partial(self.prefill.get_ticket, request, decision, leg))
 
     def _check_may_compute(self, request: RoutedRequest) -> None:
         """Refuse a request that decode would compute although it could have been handed over."""
@@ -407,9 +239,11 @@ class Handover:
     ) -> EngineAnswer:
         failures: list[EngineFailure] = []
         again: list[Candidate] = []  # the ticket or the connection was at fault, not the engine
-        for candidate in itertools.chain(candidates, again):
-            had_ticket = request.ticket is not None
-            began = request.begin_step(StepKind.DECODE, candidate.engine, handed_over=had_ticket)
+        second_tries = filter(partial(self.tries.may_ask_again, request), again)
+        for candidate in itertools.chain(candidates, second_tries):
+            had_ticket = request.usable_ticket is not None
+            facts = {"handed_over": had_ticket, "early": request.early is not None}
+            began = request.begin_step(StepKind.DECODE, candidate.engine, **facts)
             try:
                 answer = await self._ask_decode(request, candidate, began)
             except (ConnectFailed, ConnectionLost) as error:
@@ -421,7 +255,11 @@ class Handover:
                     if isinstance(error, IdleConnectionLost):
                         again.append(candidate)
                 continue
-            failure = await self._failure(request, candidate, answer, began)
+            try:
+                failure = await self._failure(request, candidate, answer, began)
+            except BaseException:
+                answer.close()
+                raise
             if failure is None:
                 return answer
             failures.append(failure)
@@ -441,18 +279,18 @@ class Handover:
         failure = self.tries.refused_request(Role.DECODE, answer, status, request)
         if failure is None and await self.router.is_shorter(engine, status, request):
             failure = self.tries.too_short(Role.DECODE, engine, request)
-        had_ticket = request.ticket is not None
+        had_ticket = request.usable_ticket is not None
         if status >= 400:
             # vLLM reports most requests that it refuses to the lender, but not those whose body it
             # cannot parse.  A second return has no effect.
             self.abandoned.return_ticket(request)
         is_good = failure is None or (had_ticket and not self.router.decodes_alone)
-        request.note(FirstByte(engine, at_s - began.at_s, is_good, at_s=at_s))
+        request.note(FirstByte(began, is_good, at_s=at_s))
         return None if is_good else failure
 
     def _spend_ticket(self, request: RoutedRequest) -> None:
         """Drop the ticket: the next engine computes the prompt, if allowed."""
-        request.ticket = None
+        request.spend_ticket()
         request.note(WentDirect(Direct.TICKET_SPENT))
         self._check_may_compute(request)
 
@@ -462,19 +300,20 @@ class Handover:
         engine = candidate.engine
         headers = to_rank(request.headers, candidate.rank)
         if request.trace is not None:
-            request.trace.inject(headers)
-        body = decode_body(request.body, request.ticket)
-        finish = self.router.loads.inflight.start_request(engine, 0, candidate.rank)
+            request.trace.inject(began, headers)
+        ticket = request.usable_ticket
+        body = decode_body(request.body, ticket)
+        flight = self.router.loads.inflight.start_request(engine, 0, candidate.rank)
 
         def closed(error: BaseException | None = None) -> None:
-            finish()
+            flight.finish()
             request.note(Over(began, None if error is None else said(error)))
 
         answer: EngineAnswer | None = None
         try:
             path = request.body.route.path
             answer = await self.client.post_body(
-                engine, path, body, headers, began.delivery, may_repeat=may_repeat(request.ticket)
+                engine, path, body, headers, began.delivery, may_repeat=may_repeat(ticket)
             )
             answer.when_closed(closed)
             request.note(Learned(began, {"status": answer.status}))

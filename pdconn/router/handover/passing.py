@@ -101,13 +101,13 @@ class PassThrough:
 
     async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
         client = self.handover.client
-        finish = self.handover.router.loads.inflight.start_request(engine, 0)
+        flight = self.handover.router.loads.inflight.start_request(engine, 0)
         span = passing.span.child("pass", engine=engine)
         headers = passing.headers
         span.inject(headers)
 
         def closed(error: BaseException | None) -> None:
-            finish()
+            flight.finish()
             if error is not None:
                 span.mark_failed(said(error))
             span.end()

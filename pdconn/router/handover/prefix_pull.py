@@ -40,6 +40,7 @@ from pdconn.router.pulls.pull_choice import Holder, PullChoice
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Candidate
 from pdconn.router.routing.routed_request import (
+    Began,
     Learned,
     Prefilled,
     Pulled,
@@ -118,7 +119,7 @@ class PrefixPulls:
             return None
         engine, num_tokens = choice.holder.engine, choice.holder.tokens
         with request.within(StepKind.BORROW, engine, tokens=num_tokens) as began:
-            borrowed = await self._borrow(request, choice, choice.holder, tokens)
+            borrowed = await self._borrow(request, choice, choice.holder, tokens, began)
             request.note(Learned(began, {"lent": borrowed is not None}))
         return borrowed
 
@@ -128,12 +129,12 @@ class PrefixPulls:
         choice: PullChoice,
         holder: Holder,
         tokens: Sequence[int],
+        began: Began,
     ) -> Borrowed | None:
-        began = time.perf_counter()
         body = prefix_body(request.body, tokens[: holder.tokens + 1])
         asked = _asked(request, holder)
         if request.trace is not None:
-            request.trace.inject(asked.headers)
+            request.trace.inject(began, asked.headers)
         answer: asyncio.Future[HolderAnswer] = asyncio.get_running_loop().create_future()
         asking = self._ask(request.held, asked, holder, body, answer)
         if not self._asking.spawn(asking, "ask for a prefix"):
@@ -148,7 +149,7 @@ class PrefixPulls:
             if isinstance(left := _answer_by_now(answer), Raw):
                 self._tickets.give_back(asked, left)
             raise
-        took_s = time.perf_counter() - began
+        took_s = time.perf_counter() - began.at_s
         pull = PrefixPull(holder.engine, holder.tokens, choice.saved, took_s)
         if isinstance(came, PullEnd):
             request.note(Pulled(replace(pull, end=came)))

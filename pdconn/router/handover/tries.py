@@ -184,6 +184,12 @@ class EngineTries:
             asked.add(engine)
             yield candidate
 
+    def may_ask_again(self, request: RoutedRequest, candidate: Candidate) -> bool:
+        """Whether a decode engine may get a request a second time: it is no third one to break."""
+        if request.num_broken(Role.DECODE) < MOST_BROKEN:
+            return True
+        return request.has_broken(candidate.engine, Role.DECODE)
+
     def failed_request(
         self, role: Role, engine: str, request: RoutedRequest, error: ConnectFailed | ConnectionLost
     ) -> EngineFailure:

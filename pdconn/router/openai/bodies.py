@@ -14,7 +14,7 @@ and where an engine holds the first n tokens of the prompt, for prefill to pull:
               "kv_transfer_params": {"do_remote_decode": true, "pdconn": {"lend": n}, ...}}
     prefill  as above, and in "kv_transfer_params" "pdconn": {"from": the holder's ticket}
 
-Tickets belong to the connector: the router passes them on unparsed.  With ``--reuse-tokens`` it
+Tickets belong to the connector: the router passes them on unchanged.  With ``--reuse-tokens`` it
 asks prefill for a chat's token ids (``return_token_ids``) and adds them to the ticket: vLLM takes
 ``prompt_token_ids`` from the parameters and does not render and tokenize the chat again.
 
@@ -86,18 +86,23 @@ def lend_params() -> dict[str, object]:
 
 
 def prefill_body(
-    body: ParsedBody, source: Raw | None = None, *, returns_tokens: bool = False
+    body: ParsedBody,
+    source: Raw | None = None,
+    stream: str | None = None,
+    *,
+    returns_tokens: bool = False,
 ) -> bytes:
     """The body for prefill: the same prompt, one output token, and a request to lend the blocks.
 
-    ``source`` is a ticket for the prompt's prefix.  ``returns_tokens``: ask for the token ids of a
-    chat's prompt.
+    ``source`` is a ticket for the prompt's prefix, and ``stream`` what an early ticket names.
+    ``returns_tokens``: ask for the token ids of a chat's prompt.
     """
     fields = _prefill_fields(body)
     if returns_tokens and body.route is Route.CHAT:
         fields["return_token_ids"] = True
-    if source is not None:
-        fields[TICKET_FIELD] = {**_LEND, "pdconn": {"from": source}}
+    ours = {"from": source, "stream": stream}
+    if given := {name: value for name, value in ours.items() if value is not None}:
+        fields[TICKET_FIELD] = {**_LEND, "pdconn": given}
     return msgspec.json.encode(fields)
 
 

@@ -26,6 +26,7 @@ from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.pulls.pull_choice import Holder
+from pdconn.router.routing.decision_log import DecisionLog
 from pdconn.router.routing.models import CannotTokenise
 from pdconn.router.routing.policy import (
     TIE_TOKENS,
@@ -36,7 +37,7 @@ from pdconn.router.routing.policy import (
     Ranking,
     RouteQuery,
 )
-from pdconn.router.routing.routed_request import DecisionLog, Failed, RoutedRequest
+from pdconn.router.routing.routed_request import Failed, RoutedRequest
 from pdconn.router.routing.tokenize import Tokenised, Tokeniser
 
 _BAD_REQUEST = 400

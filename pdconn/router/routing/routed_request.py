@@ -10,14 +10,14 @@
     its body            a prefix  until the  until its  until its
                                   ticket     first byte last byte
 
+With an early ticket (``handover.early_leg``) decode begins while prefill is under way.
+
 - A ``RoutedRequest`` is passed along.  Everything that happens to it is appended to its ``events``,
   which are immutable: which engines answered, how long they took, its steps, spans, metrics, access
   log line and row on the admin page are derived from them.
 - A ``Decision`` is the list of engines to try, and the reason.
 - An ``Outcome`` is the result that its events show.  It is stored when the answer begins, and
-  finally when it ends.
-
-``DecisionLog`` keeps the last decisions with their outcomes, but no request: those hold bodies.
+  finally when it ends (``decision_log``).
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ from pdconn.router.admission.places import HeldBody
 from pdconn.router.fleet.engine_client import Delivery, EngineAnswer
 from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
+from pdconn.router.metric_table import EarlyStart
 from pdconn.router.openai.requests import Direct, ParsedBody
 from pdconn.router.pulls.pull_outcome import PrefixPull
 from pdconn.router.routing.policy import Decision
-
-MOST_DECISIONS = 512
-MOST_HASHES = 1_000_000
 
 
 class Guess(int):
@@ -143,20 +141,34 @@ class Pulled(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled(Event):
-    """Prefill has answered.
+class EngineAnswered(Event):
+    """The engine that was asked when ``began`` began has answered."""
+
+    began: Began
+
+    @property
+    def engine(self) -> str:
+        """The engine."""
+        assert self.began.engine is not None
+        return self.began.engine
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it was asked."""
+        return self.at_s - self.began.at_s
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled(EngineAnswered):
+    """Prefill has computed the prompt.
 
     Attributes:
-        engine: the prefill engine.
-        waited_s: seconds since it was asked.
         has_ticket: whether the answer has a ticket.
         cached_tokens: prompt tokens that it reports as cached, if it does.
         prompt_tokens: prompt tokens that it reports, if it does.
         has_borrowed: whether it had another engine's ticket for a part of the prompt.
     """
 
-    engine: str
-    waited_s: float
     has_ticket: bool
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -169,15 +181,21 @@ class Prefilled(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class FirstByte(Event):
-    """The answer of a decode engine has begun; ``is_good``: no other engine is asked instead.
+class FirstByte(EngineAnswered):
+    """The answer of a decode engine has begun; ``is_good``: no other engine is asked instead."""
 
-    ``waited_s``: seconds since it was asked.
+    is_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed(Event):
+    """Decode was asked before prefill answered, or why not.
+
+    ``after_s``: seconds from asking prefill until decode was asked.
     """
 
-    engine: str
-    waited_s: float
-    is_good: bool
+    start: EarlyStart
+    after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +254,8 @@ class EventWatcher(Protocol):
 class Trace(EventWatcher, Protocol):
     """A watcher that makes spans of events."""
 
-    def inject(self, headers: CIMultiDict[str]) -> None:
-        """Set the span of the current step as the parent of the receiver's spans."""
+    def inject(self, began: Began, headers: CIMultiDict[str]) -> None:
+        """Set the span of a step as the parent of the receiver's spans."""
         ...
 
 
@@ -262,6 +280,7 @@ class RoutedRequest:
         serving: the engines that serve its model; None for all.
         tokens: of its prompt, while prefill may pull some of them from another engine.
         ticket: from prefill, while it may still be used.
+        early: in place of the ticket until that is there, while it may still be used.
         refusal: the last answer of an engine that refused it, kept until a better one.
         events: what has happened, in order.  Append with ``note`` only.
         watchers: are called with each event.
@@ -276,6 +295,7 @@ class RoutedRequest:
     serving: frozenset[str] | None = None
     tokens: Sequence[int] | None = None
     ticket: Raw | None = None
+    early: Raw | None = None
     refusal: EngineAnswer | None = None
     events: list[Event] = field(default_factory=lambda: [Received(time.perf_counter())])
     watchers: tuple[EventWatcher, ...] = ()
@@ -300,6 +320,16 @@ class RoutedRequest:
         """The kept answer; the caller closes it."""
         answer, self.refusal = self.refusal, None
         return answer
+
+    @property
+    def usable_ticket(self) -> Raw | None:
+        """What decode may be sent now: the ticket, or an early one."""
+        return self.early if self.ticket is None else self.ticket
+
+    def spend_ticket(self) -> Raw | None:
+        """Drop the ticket, also an early one; returns prefill's."""
+        ticket, self.ticket, self.early = self.ticket, None, None
+        return ticket
 
     # Events
 
@@ -348,18 +378,16 @@ class RoutedRequest:
         """The arrival time, by ``time.perf_counter``."""
         return _arrived_s(self.events)
 
-    @property
-    def asked(self) -> Began | None:
-        """The engine that was asked last."""
+    def asked(self, step: StepKind) -> Began | None:
+        """The engine of one role that was asked last; ``step``: prefill or decode."""
         for event in reversed(self.events):
-            if type(event) is Began and event.step in _ASKS:
+            if type(event) is Began and event.step is step:
                 return event
         return None
 
-    def since_asked_s(self) -> float:
-        """Seconds since the last engine was asked."""
-        asked = self.asked
-        return 0.0 if asked is None else time.perf_counter() - asked.at_s
+    def is_over(self, began: Began) -> bool:
+        """Whether a step has ended."""
+        return any(type(event) is Over and event.began is began for event in self.events)
 
     @property
     def client_left(self) -> bool:
@@ -388,10 +416,16 @@ class RoutedRequest:
         """Whether an engine has failed it in this role, so that another one is asked."""
         return any(one.engine == engine and one.role is role for one in self._failures())
 
+    def has_broken(self, engine: str, role: Role) -> bool:
+        """Whether the request may have broken an engine in this role."""
+        return engine in self._broken(role)
+
     def num_broken(self, role: Role) -> int:
         """Number of engines of a role that the request may have broken."""
-        broken = {one.engine: one.is_broken for one in self._failures() if one.role is role}
-        return sum(broken.values())
+        return len(self._broken(role))
+
+    def _broken(self, role: Role) -> set[str]:
+        return {one.engine for one in self._failures() if one.role is role and one.is_broken}
 
     def _failures(self) -> Iterator[Failed]:
         return (event for event in self.events if type(event) is Failed)
@@ -437,6 +471,8 @@ class Outcome:
         prefill, decode: the engines that answered.
         cached_tokens: prompt tokens that prefill reported as cached.
         ticket_s: from asking prefill until its ticket arrived; None if decode had none.
+        early_s: from asking prefill until decode was asked with an early ticket; None if it was
+            not, or if that was of no use.
         first_byte_s: from asking decode until the first byte of its answer.
         end: how it ended; None while it is running.
         total_s: from the request's arrival until its end.
@@ -450,6 +486,7 @@ class Outcome:
     decode: str | None = None
     cached_tokens: int | None = None
     ticket_s: float | None = None
+    early_s: float | None = None
     first_byte_s: float | None = None
     end: RequestEnd | None = None
     total_s: float | None = None
@@ -462,6 +499,11 @@ class Outcome:
         """The steps, in order."""
         return steps_of(self.events) if self.events else ()
 
+    @property
+    def had_ticket(self) -> bool:
+        """Whether decode had a ticket, or an early one."""
+        return self.ticket_s is not None or self.early_s is not None
+
 
 def outcome_of(events: Sequence[Event]) -> Outcome:
     """The outcome so far: the last event of each kind counts."""
@@ -471,8 +513,10 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
     first_byte: FirstByte | None = last.get(FirstByte)
     passed: Passed | None = last.get(Passed)
     pulled: Pulled | None = last.get(Pulled)
+    streamed: Streamed | None = last.get(Streamed)
     ended: RequestEnded | None = last.get(RequestEnded)
-    is_spent = direct is not None and direct.reason is Direct.TICKET_SPENT
+    reason = None if direct is None else direct.reason
+    is_spent = reason is Direct.TICKET_SPENT
     counted = None if ended is None else ended.prompt_tokens
     if prefilled is not None and counted is None:
         counted = prefilled.prompt_tokens
@@ -483,6 +527,7 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
         decode=None if first_byte is None else first_byte.engine,
         cached_tokens=None if prefilled is None else prefilled.cached_tokens,
         ticket_s=None if prefilled is None or is_spent else prefilled.ticket_s,
+        early_s=None if streamed is None or reason is not None else streamed.after_s,
         first_byte_s=None if first_byte is None else first_byte.waited_s,
         end=None if ended is None else ended.end,
         total_s=None if ended is None else ended.at_s - _arrived_s(events),
@@ -493,22 +538,26 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
 
 
 def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
-    """The steps so far, in order; the last one has no end while it is running.
+    """The steps so far, in the order in which they began; one that is running has no end.
 
-    An engine that failed has its own step, and the step of the next one begins where it ends.
+    Each engine that was asked has its own step, until it answered or failed.
     """
     asked: list[Began] = []
-    # By the number of asked engines.
-    answered_s, borrowed_s = dict[int, float](), dict[int, float]()
+    until_s: dict[Began, float] = {}
+    answered: set[Began] = set()
+    borrowed: tuple[Began, float] | None = None  # a prefix, by the prefill that waited for it
     ended_s: float | None = None
     for event in events:
         match event:
             case Began() if event.step in _ASKS:
                 asked.append(event)
             case Prefilled() | FirstByte():
-                answered_s[len(asked) - 1] = event.at_s
-            case Pulled():
-                borrowed_s.setdefault(len(asked) - 1, event.at_s)
+                until_s[event.began] = event.at_s
+                answered.add(event.began)
+            case Over():
+                until_s.setdefault(event.began, event.at_s)
+            case Pulled() if borrowed is None and asked:
+                borrowed = asked[-1], event.at_s
             case RequestEnded():
                 ended_s = event.at_s
     arrived_s = _arrived_s(events)
@@ -521,18 +570,17 @@ def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
         step(StepKind.RECEIVE, arrived_s, received_s),
         step(StepKind.ROUTE, received_s, asked[0].at_s if asked else ended_s),
     ]
-    last = {one.step: number for number, one in enumerate(asked)}
-    for number, one in enumerate(asked):
-        is_good = number == last[one.step] and number in answered_s
-        start_s, end_s = one.at_s, asked[number + 1].at_s if one is not asked[-1] else ended_s
-        if one.step is StepKind.DECODE and is_good:
-            end_s = answered_s[number]
-        elif number in borrowed_s:
-            start_s = borrowed_s[number]
+    last = {one.step: one for one in asked}
+    for one in asked:
+        is_good = one is last[one.step] and one in answered
+        start_s, end_s = one.at_s, until_s.get(one, ended_s)
+        if borrowed is not None and borrowed[0] is one:
+            start_s = borrowed[1]
             made.append(step(StepKind.BORROW, one.at_s, start_s))
         made.append(step(one.step, start_s, end_s, end_s is not None and not is_good))
-    if asked and asked[-1].step is StepKind.DECODE and len(asked) - 1 in answered_s:
-        made.append(step(StepKind.STREAM, answered_s[len(asked) - 1], ended_s))
+    served = last.get(StepKind.DECODE)
+    if served is not None and served in answered:
+        made.append(step(StepKind.STREAM, until_s[served], ended_s))
     return tuple(made)
 
 
@@ -543,45 +591,3 @@ def _arrived_s(events: Sequence[Event]) -> float:
 
 PENDING: Outcome = Outcome()
 """The outcome of a request that has not ended."""
-
-Logged = tuple[Decision, Outcome]
-
-
-class DecisionLog:
-    """The last decisions by request id, bounded by number and by the block hashes they keep."""
-
-    def __init__(self, most: int = MOST_DECISIONS, most_hashes: int = MOST_HASHES) -> None:
-        self._most = most
-        self._most_hashes = most_hashes
-        self._entries: dict[str, Logged] = {}
-        self._num_hashes = 0
-
-    def add_decision(self, decision: Decision) -> None:
-        """Add a decision; drops the oldest beyond the limits."""
-        self._drop(decision.request_id)
-        self._entries[decision.request_id] = decision, PENDING
-        self._num_hashes += decision.num_hashes
-        while len(self._entries) > self._most or self._num_hashes > self._most_hashes:
-            self._drop(next(iter(self._entries)))
-
-    def end_decision(self, decision: Decision, outcome: Outcome) -> None:
-        """Set the outcome of a decision, if it is still kept; replaces an earlier one."""
-        entry = self._entries.get(decision.request_id)
-        if entry is not None and entry[0] is decision:
-            self._entries[decision.request_id] = decision, outcome
-
-    def find_decision(self, request_id: str) -> Logged | None:
-        """The decision for a request, if it is kept."""
-        return self._entries.get(request_id)
-
-    def newest(self) -> Iterator[Logged]:
-        """Newest first."""
-        return reversed(self._entries.values())
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def _drop(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._num_hashes -= entry[0].num_hashes

@@ -6,7 +6,8 @@
     ├── route                       tokens, hits, decision
     ├── prefill                     until its ticket; one per engine that is tried
     │   └── prefix                  until the holder's ticket, where prefill pulls (--pull-above)
-    └── decode                      until the end of the answer; one per engine that is tried
+    └── decode                      until the end of the answer; one per engine that is tried; it
+                                    begins before prefill ends where decode has an early ticket
 
 ``inject`` puts a span into a request's headers, so that the engine's own spans become its children.
 Tracing is off unless ``--otlp-traces-endpoint`` is given: then ``tracing.otel`` makes the spans.
@@ -82,9 +83,9 @@ class RequestSpans:
     def _innermost(self) -> Span:
         return next(reversed(self._open.values()), self._root)
 
-    def inject(self, headers: CIMultiDict[str]) -> None:
-        """Set the span of the current step as the parent of the receiver's spans."""
-        self._innermost.inject(headers)
+    def inject(self, began: Began, headers: CIMultiDict[str]) -> None:
+        """Set the span of a step as the parent of the receiver's spans."""
+        self._open[began].inject(headers)
 
     def saw(self, request: RoutedRequest, event: Event) -> None:
         """Begin, annotate or end a span."""
@@ -104,10 +105,8 @@ class RequestSpans:
                     alone=decision.ranking.alone,
                     without_lookup=decision.unknown,
                 )
-            case FirstByte(waited_s=waited_s):
-                asked = request.asked
-                assert asked is not None  # the engine that answers
-                self._open[asked].note(first_byte_seconds=waited_s)
+            case FirstByte(began=began, waited_s=waited_s):
+                self._open[began].note(first_byte_seconds=waited_s)
             case Over(began=began, error=error):
                 span = self._open.pop(began)
                 if error is not None:

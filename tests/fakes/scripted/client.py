@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from pdconn.router.fleet.engine_client import ConnectFailed, Delivery, EngineAnswer
 from pdconn.router.openai.bodies import RETURN_MODEL
-from tests.fakes.fake_engine import ANSWER, MODEL, TICKET
+from tests.fakes.fake_engine import ANSWER, MODEL, ticket_of
 
 
 class ScriptedResponse:
@@ -24,7 +24,7 @@ class ScriptedResponse:
     def __init__(self, status: int, body: bytes, **headers: str) -> None:
         self.status = status
         self.headers = CIMultiDict({"Content-Type": "application/json", **headers})
-        self._left = body
+        self.body = self._left = body
         self.num_closed = 0
 
     @property
@@ -63,6 +63,22 @@ class EngineAsk:
     def lease(self) -> str | None:
         """What its ticket names."""
         return (self.body.get("kv_transfer_params") or {}).get("lease")
+
+    @property
+    def stream(self) -> str | None:
+        """The stream that prefill is to name its request, or that decode is to follow."""
+        return self._ours.get("stream")
+
+    @property
+    def followed(self) -> tuple[str, str] | None:
+        """What an early ticket names: a boot, and a stream of it."""
+        if self.stream is None or "incarnation" not in self._ours:
+            return None
+        return self._ours["incarnation"], self.stream
+
+    @property
+    def _ours(self) -> dict[str, Any]:
+        return (self.body.get("kv_transfer_params") or {}).get("pdconn") or {}
 
     @property
     def is_return(self) -> bool:
@@ -148,7 +164,7 @@ class ScriptedClient:
         """Nothing is open."""
 
 
-def ticket_answer(lease: str | None) -> bytes:
-    """Prefill's answer, with the ticket of a lease or none."""
-    ticket = "null" if lease is None else TICKET % lease
+def ticket_answer(lease: str | None, boot: str) -> bytes:
+    """Prefill's answer, with the ticket of a lease at a boot, or none."""
+    ticket = "null" if lease is None else ticket_of(boot, lease)
     return f'{{"id": "x", "choices": [], "kv_transfer_params": {ticket}}}'.encode()

@@ -151,7 +151,7 @@ async def test_a_decode_that_computes_without_a_try_is_not_warm(
     """One whose connector takes no ticket, as with kv_role kv_producer on both."""
     monkeypatch.setattr(warm_up, "COUNTED_S", 0.05)
     async with fleet(1, 1, limit_s=0.01) as f:
-        monkeypatch.setattr(FakeEngine, "pull", lambda engine, seen: None)
+        monkeypatch.setattr(FakeEngine, "pull", lambda engine, seen, lease: None)
         await f.warm_up.wait_until_warm()
         await until(lambda: "it computed the prompt itself" in caplog.text)
         assert f.warm_up.num_warm == 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Raw
 from multidict import CIMultiDict
 
 from pdconn.router.access.api_keys import EngineKey
@@ -16,9 +17,10 @@ from pdconn.router.assembly import make_handover, make_router
 from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.health import Health
+from pdconn.router.fleet.lenders import lender_of
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.tries import EngineTries
+from pdconn.router.handover.tries import EngineTries, status_of
 from pdconn.router.metric_table import TicketEnd
 from pdconn.router.openai.requests import REQUEST_ID_HEADER, Route, parse_body
 from pdconn.router.proxy_config import ProxyConfig
@@ -27,7 +29,7 @@ from pdconn.router.router_limits import Limits
 from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.policy import RoundRobin
 from pdconn.router.routing.routed_request import RoutedRequest
-from tests.fakes.fake_engine import MODEL
+from tests.fakes.fake_engine import ANSWER, MODEL, ticket_of
 from tests.fakes.scripted.client import EngineAsk, ScriptedClient, ticket_answer
 from tests.fakes.scripted.loop import VirtualLoop
 
@@ -51,9 +53,19 @@ class Client:
 
 
 class Handing:
-    """A router's hand-over, and its fleet."""
+    """A router's hand-over, and its fleet.
 
-    def __init__(self, num_prefill: int, num_decode: int, *, require_prefill: bool) -> None:
+    Attributes:
+        given: of each lease, the request whose answer had its ticket.
+        owed: leases that decode has finished with before their tickets came: they are to be
+            returned.
+        lent_streams: the lease that a stream became, by its boot and its name.
+        boots: what the tickets of each prefill engine name.
+    """
+
+    def __init__(
+        self, num_prefill: int, num_decode: int, *, require_prefill: bool, **streams: Any
+    ) -> None:
         self.loop = VirtualLoop()
         self.client = ScriptedClient()
         self.prefill = tuple(f"http://p{number}:1" for number in range(num_prefill))
@@ -61,8 +73,16 @@ class Handing:
         self.clients: dict[str, Client] = {}
         self.leases: Iterator[int] = itertools.count(1)
         self.given: dict[str, EngineAsk] = {}
+        self.owed: set[str] = set()
+        self.lent_streams: dict[tuple[str, str], str] = {}
+        self.boots = {engine: f"{engine} 0" for engine in self.prefill}
         config = ProxyConfig.from_options(
-            self.prefill, self.decode, port=0, require_prefill=require_prefill, lease_s=LEASE_S
+            self.prefill,
+            self.decode,
+            port=0,
+            require_prefill=require_prefill,
+            lease_s=LEASE_S,
+            **streams,
         )
         self.engines = EngineRegistry(self.prefill, self.decode, first_backoff_s=0.1)
         self.metrics = RouterMetrics(self.engines)
@@ -114,17 +134,39 @@ class Handing:
 
     def respond(self, ask: EngineAsk, status: int = 200, *, lends: bool = True) -> None:
         """An engine answers as engines of its role do."""
-        body = None
+        body = ANSWER
         if status == 200 and ask.engine in self.prefill and not ask.is_return:
-            lease = f"lease-{next(self.leases)}" if lends else None
-            body = ticket_answer(lease)
-            if lease is not None:
-                self.given[lease] = ask
-        if body is None:
-            ask.respond(status)
-        else:
-            ask.respond(status, body)
+            body = self._lend(ask) if lends else ticket_answer(None, "")
+        ask.respond(status, body)
         self.loop.settle()
+
+    def _lend(self, ask: EngineAsk) -> bytes:
+        lease, boot = f"lease-{next(self.leases)}", self.boots[ask.engine]
+        self.given[lease] = ask
+        if ask.stream is not None:
+            self.lent_streams[boot, ask.stream] = lease
+            early = [one for one in self.client.asks if one.followed == (boot, ask.stream)]
+            if any(has_failed(one) for one in early if one.is_seen):
+                self.owed.add(lease)
+        return ticket_answer(lease, boot)
+
+    def named_by(self, ask: EngineAsk) -> str | tuple[str, str] | None:
+        """What the ticket of a request names: a lease, or a stream that is none yet."""
+        if ask.followed is None:
+            return ask.lease
+        return self.lent_streams.get(ask.followed, ask.followed)
+
+    def learn_lenders(self) -> None:
+        """Tickets of other requests have shown where each engine lends that is up."""
+        for engine in self.live(Role.PREFILL):
+            lender = lender_of(Raw(ticket_of(self.boots[engine], "others").encode()))
+            assert lender is not None
+            self.engines.lenders.learn_lender(engine, None, lender)
+
+    def restart(self, engine: str) -> None:
+        """A prefill engine is another boot from now on, and nothing has failed."""
+        name, number = self.boots[engine].split(" ")
+        self.boots[engine] = f"{name} {int(number) + 1}"
 
     def num_unused(self, end: TicketEnd) -> float:
         """Tickets that no request used, and that ended so."""
@@ -141,6 +183,11 @@ class Handing:
         """Engines of a role that are not known to be down."""
         return self.engines.live(role)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are thought to wait at decode engines with early tickets."""
+        return 0 if self.handover.early is None else self.handover.early.waiting.total()
+
     def close(self) -> None:
         """Leave no task behind."""
         for name, client in self.clients.items():
@@ -153,9 +200,21 @@ class Handing:
             await self.router.tokeniser.models.close()
             await self.health.close()
 
-        ending = self.loop.create_task(end())
-        self.loop.settle()
-        assert ending.done()
-        left = asyncio.all_tasks(self.loop)
-        self.loop.close()
+        try:
+            ending = self.loop.create_task(end())
+            self.loop.settle()
+            assert ending.done()
+            left = asyncio.all_tasks(self.loop)
+        finally:
+            self.loop.close()
         assert not left, f"tasks left behind: {left}"
+
+
+def has_failed(ask: EngineAsk) -> bool:
+    """Whether an engine was asked, and its answer is not one that a client gets as a success."""
+    if not ask.answer.done():
+        return False
+    if ask.answer.cancelled() or ask.answer.exception() is not None:
+        return True
+    response = ask.answer.result()
+    return status_of(response.status, response.headers, response.body) != 200

@@ -55,12 +55,13 @@ async def test_the_engine_with_the_fewest_requests_is_asked_and_equals_take_turn
         for _ in range(6):
             await d.send("/v1/embeddings", b"{}")
         assert num_others(d) == [2, 2, 2]
-        finish = [d.proxy.router.loads.inflight.start_request(engine.url, 0) for engine in d.decode]
+        inflight = d.proxy.router.loads.inflight
+        flights = [inflight.start_request(engine.url, 0) for engine in d.decode]
         await d.send("/v1/embeddings", b"{}")
         await d.send("/v1/embeddings", b"{}")
         assert num_others(d) == [4, 2, 2]
-        for done in finish:
-            done()
+        for flight in flights:
+            flight.finish()
 
 
 @in_loop

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from pdconn.router.openai.bodies import RETURN_MODEL, find_usage, prefill_body, return_body
 from pdconn.router.openai.requests import Direct, Route, parse_body
@@ -57,6 +58,18 @@ def test_prefill_answers_with_one_token_and_keeps_nothing() -> None:
     sent = json.loads(prefill_body(parsed(Route.MESSAGES, max_tokens=9, system="s")))
     assert (sent["max_tokens"], sent["system"]) == (1, "s")
     assert not {"n", "store", "max_completion_tokens"} & sent.keys()
+
+
+def test_prefill_is_sent_a_ticket_for_a_prefix_and_the_name_of_a_stream() -> None:
+    body, source = parsed(Route.MESSAGES, max_tokens=9), Raw(b'{"a": 1}')
+    for given, ours in (
+        ({}, None),
+        ({"source": source}, {"from": {"a": 1}}),
+        ({"stream": "s"}, {"stream": "s"}),
+        ({"source": source, "stream": "s"}, {"from": {"a": 1}, "stream": "s"}),
+    ):
+        params = json.loads(prefill_body(body, **given))["kv_transfer_params"]
+        assert (params["do_remote_decode"], params.get("pdconn")) == (True, ours)
 
 
 def test_a_tickets_return_has_no_thinking_that_is_longer_than_its_answer() -> None:

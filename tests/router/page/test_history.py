@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,20 +18,23 @@ from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.pull_counts import RecentPulls
 from pdconn.router.labels import RequestEnd
+from pdconn.router.metric_table import EarlyStart
 from pdconn.router.openai.requests import Direct, Route
-from pdconn.router.pulls.pull_outcome import PrefixPull
+from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.router_metrics import MOST_KEPT, RouterMetrics
 from pdconn.router.routing.routed_request import (
     Began,
     Event,
     FirstByte,
     Outcome,
+    Over,
     Passed,
     Prefilled,
     Pulled,
     Received,
     RequestEnded,
     StepKind,
+    Streamed,
     WentDirect,
     outcome_of,
     steps_of,
@@ -166,16 +170,20 @@ def test_no_series_tells_when_a_counter_was_made():
 # Steps
 
 
-def asked(step: StepKind, at_s: float) -> Event:
-    return Began(step, at_s=at_s)
+def asked(step: StepKind, at_s: float) -> Began:
+    return Began(step, "p" if step is PREFILL else "d", at_s=at_s)
 
 
-def prefilled(at_s: float) -> Event:
-    return Prefilled("p", 1.0, True, at_s=at_s)
+def prefilled(began: Began, at_s: float) -> Event:
+    return Prefilled(began, True, at_s=at_s)
 
 
-def first_byte(at_s: float) -> Event:
-    return FirstByte("d", 2.0, True, at_s=at_s)
+def first_byte(began: Began, at_s: float) -> Event:
+    return FirstByte(began, True, at_s=at_s)
+
+
+def over(began: Began, at_s: float) -> Event:
+    return Over(began, at_s=at_s)
 
 
 def ended(at_s: float) -> Event:
@@ -189,8 +197,9 @@ def steps(arrived_s: float, received_s: float, *events: Event) -> list[tuple[Any
 
 def test_steps_follow_each_other_from_arrival_to_the_last_byte():
     pull = Pulled(PrefixPull("h", 64, 64, 1.5), at_s=13.5)
-    asks = asked(PREFILL, 12.0), pull, prefilled(16.0), asked(DECODE, 16.0), first_byte(17.0)
-    assert steps(10.0, 11.0, *asks, ended(20.0)) == [
+    prefill, decode = asked(PREFILL, 12.0), asked(DECODE, 16.0)
+    asks = prefill, pull, prefilled(prefill, 16.0), over(prefill, 16.5), decode
+    assert steps(10.0, 11.0, *asks, first_byte(decode, 17.0), ended(20.0)) == [
         ("receive", 0.0, 1.0, False),
         ("route", 1.0, 2.0, False),
         ("borrow", 2.0, 3.5, False),
@@ -200,10 +209,41 @@ def test_steps_follow_each_other_from_arrival_to_the_last_byte():
     ]
 
 
+def test_decode_that_is_asked_early_has_a_step_beside_prefills():
+    pull = PrefixPull("h", 64, 64, 0.5)
+    prefill, decode = asked(PREFILL, 1.0), asked(DECODE, 2.0)
+    asks = prefill, Pulled(pull, at_s=1.5), decode, prefilled(prefill, 5.0), over(prefill, 5.0)
+    taken = Pulled(replace(pull, end=PullEnd.TAKEN), at_s=5.0)
+    assert steps(0.0, 0.0, *asks, taken, first_byte(decode, 6.0), ended(9.0))[2:] == [
+        ("borrow", 1.0, 1.5, False),
+        ("prefill", 1.5, 5.0, False),
+        ("decode", 2.0, 6.0, False),
+        ("stream", 6.0, 9.0, False),
+    ]
+    again = asked(DECODE, 5.0)  # prefill lends nothing, and decode computes the prompt
+    asks = prefill, decode, over(prefill, 4.5), over(decode, 4.5), again
+    assert steps(0.0, 0.0, *asks, first_byte(again, 6.0), ended(9.0))[2:] == [
+        ("prefill", 1.0, 4.5, True),
+        ("decode", 2.0, 4.5, True),
+        ("decode", 5.0, 6.0, False),
+        ("stream", 6.0, 9.0, False),
+    ]
+    first = prefill, decode, first_byte(decode, 3.0)  # decode answers, and prefill has not yet
+    assert steps(0.0, 0.0, *first)[2] == ("prefill", 1.0, None, False)
+    assert steps(0.0, 0.0, *first, ended(9.0), prefilled(prefill, 9.5))[2:] == [
+        ("prefill", 1.0, 9.5, False),
+        ("decode", 2.0, 3.0, False),
+        ("stream", 3.0, 9.0, False),
+    ]
+
+
 def test_an_engine_that_did_not_answer_has_a_failed_step():
+    prefill, decode = asked(PREFILL, 2.0), asked(DECODE, 4.0)
     asks = (
-        *(asked(PREFILL, 1.0), asked(PREFILL, 2.0), prefilled(3.0)),
-        *(asked(DECODE, 3.0), asked(DECODE, 4.0), first_byte(5.0)),
+        *failing(PREFILL, 1.0, 2.0),
+        *(prefill, prefilled(prefill, 3.0)),
+        *failing(DECODE, 3.0, 4.0),
+        *(decode, first_byte(decode, 5.0)),
     )
     failed = [failed for _, _, _, failed in steps(0.0, 0.0, *asks, ended(9.0))]
     assert failed == [False, False, True, False, True, False, False]
@@ -211,17 +251,25 @@ def test_an_engine_that_did_not_answer_has_a_failed_step():
     assert unanswered[-1] == ("prefill", 1.0, 2.0, True)
 
 
+def failing(step: StepKind, at_s: float, until_s: float) -> tuple[Event, Event]:
+    """An engine is asked, and does not answer."""
+    began = asked(step, at_s)
+    return began, over(began, until_s)
+
+
 def test_an_engine_that_fails_after_one_that_refused_has_not_answered():
     """The answer of the first was read as the second's: decode and stream, and none failed."""
-    refused = FirstByte("d", 0.5, False, at_s=2.5)
-    found = steps(0.0, 0.0, asked(DECODE, 2.0), refused, asked(DECODE, 3.0), ended(4.0))
-    assert found[2:] == [("decode", 2.0, 3.0, True), ("decode", 3.0, 4.0, True)]
+    first, second = asked(DECODE, 2.0), asked(DECODE, 3.0)
+    refused = FirstByte(first, False, at_s=2.5)
+    found = steps(0.0, 0.0, first, refused, second, ended(4.0), over(first, 4.0))
+    assert found[2:] == [("decode", 2.0, 2.5, True), ("decode", 3.0, 4.0, True)]
 
 
 def test_what_is_under_way_has_no_end_and_has_not_failed():
+    prefill, decode = asked(PREFILL, 2.0), asked(DECODE, 3.0)
     assert steps(0.0, 1.0)[-1] == ("route", 1.0, None, False)
-    assert steps(0.0, 1.0, asked(PREFILL, 2.0))[-1] == ("prefill", 2.0, None, False)
-    asks = asked(PREFILL, 2.0), prefilled(3.0), asked(DECODE, 3.0), first_byte(3.5)
+    assert steps(0.0, 1.0, prefill)[-1] == ("prefill", 2.0, None, False)
+    asks = prefill, prefilled(prefill, 3.0), decode, first_byte(decode, 3.5)
     assert steps(0.0, 1.0, *asks)[-1] == ("stream", 3.5, None, False)
 
 
@@ -232,22 +280,22 @@ def test_what_is_under_way_has_no_end_and_has_not_failed():
     st.floats(0, 1),
 )
 def test_steps_leave_no_gap_whatever_is_tried_again(prefills, decodes, borrowed_s, first_byte_s):
+    """Where each engine is asked in the moment in which the one before has answered or failed."""
     moments = list(accumulate([3.0, *prefills, *decodes]))
     kinds = [PREFILL] * len(prefills) + [DECODE] * len(decodes)
-    events = [asked(kind, at_s) for kind, at_s in zip(kinds, moments[:-1], strict=True)]
-    answered = [prefilled(moments[len(prefills)])]
-    if borrowed_s is not None:
-        pull = PrefixPull("h", 64, 64, borrowed_s)
-        answered.insert(0, Pulled(pull, at_s=moments[len(prefills) - 1] + borrowed_s))
-    events[len(prefills) : len(prefills)] = answered
-    found = steps_of(
-        [
-            Received(1.0, at_s=2.0),
-            *events,
-            first_byte(moments[-2] + first_byte_s),
-            ended(moments[-1]),
-        ]
-    )
+    events = []
+    for number, (kind, at_s, until_s) in enumerate(zip(kinds, moments, moments[1:], strict=False)):
+        events.append(asked(kind, at_s))
+        if number == len(prefills) - 1:
+            if borrowed_s is not None:
+                pull = PrefixPull("h", 64, 64, borrowed_s)
+                events.append(Pulled(pull, at_s=at_s + borrowed_s))
+            events.append(prefilled(events[-1 - (borrowed_s is not None)], until_s))
+        elif number == len(kinds) - 1:
+            events.append(first_byte(events[-1], at_s + first_byte_s))
+        else:
+            events.append(over(events[-1], until_s))
+    found = steps_of([Received(1.0, at_s=2.0), *events, ended(moments[-1])])
     assert all(one.end_s == following.start_s for one, following in pairwise(found))
     assert (found[0].start_s, found[-1].end_s) == (0.0, moments[-1] - 1.0)
     assert sum(one.failed for one in found) == len(prefills) + len(decodes) - 2
@@ -255,10 +303,22 @@ def test_steps_leave_no_gap_whatever_is_tried_again(prefills, decodes, borrowed_
 
 def test_a_spent_ticket_was_none():
     """And what a later event says does not change what an earlier one said."""
-    asks = [Received(0.0, at_s=1.0), asked(PREFILL, 2.0), prefilled(3.0), asked(DECODE, 4.0)]
+    prefill, decode = asked(PREFILL, 2.0), asked(DECODE, 4.0)
+    asks = [Received(0.0, at_s=1.0), prefill, prefilled(prefill, 3.0), decode]
     assert outcome_of(asks).ticket_s == 1.0
-    spent = outcome_of([*asks, WentDirect(Direct.TICKET_SPENT), first_byte(6.0), ended(9.0)])
+    answered = first_byte(decode, 6.0), ended(9.0)
+    spent = outcome_of([*asks, WentDirect(Direct.TICKET_SPENT), *answered])
     assert (spent.ticket_s, spent.prefill) == (None, "p")
     assert (spent.decode, spent.first_byte_s, spent.total_s) == ("d", 2.0, 9.0)
     late = outcome_of([*asks, RequestEnded(RequestEnd.CLIENT_LEFT, None, at_s=5.0), Passed(200)])
     assert (late.status, late.end) == (None, RequestEnd.CLIENT_LEFT)
+
+
+def test_an_early_ticket_is_one_until_decode_does_without():
+    streamed = Streamed(EarlyStart.STARTED, 0.5)
+    had = outcome_of([Received(0.0), WentDirect(None), streamed])
+    assert (had.early_s, had.had_ticket) == (0.5, True)
+    for reason in (Direct.TICKET_SPENT, Direct.PREFILL_ERROR):
+        without = outcome_of([Received(0.0), WentDirect(None), streamed, WentDirect(reason)])
+        assert (without.early_s, without.had_ticket) == (None, False)
+    assert not outcome_of([Received(0.0), Streamed(EarlyStart.QUEUED)]).had_ticket

@@ -125,7 +125,7 @@ async def test_a_rank_that_holds_it_is_named():
         await f.events_applied()
         busy = f.router.loads.inflight.start_request(holder.url, 100_000)
         routed = await f.ask()
-        busy()
+        busy.finish()
         assert routed.prefill == other.url
         (lend,) = asked_for(holder)
         assert lend.headers[RANK_HEADER] == "1"

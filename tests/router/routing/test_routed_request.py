@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.router.events.caches import PrefixLookup, RankHit
-from pdconn.router.fleet.loads import InflightTracker
+from pdconn.router.fleet.flights import InflightTracker
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Hit, Prompt
+from pdconn.router.routing.decision_log import DecisionLog
 from pdconn.router.routing.policy import Candidate, Decision, Ranking, ScoredCandidate
-from pdconn.router.routing.routed_request import PENDING, DecisionLog, Outcome
+from pdconn.router.routing.routed_request import PENDING, Outcome
 
 CBOR = HashScheme("sha256_cbor", 16)
 
@@ -87,20 +90,45 @@ def test_requests_are_in_flight_from_start_to_finish(steps):
         if isinstance(step, tuple):
             under_way.append((step, inflight.start_request(*step)))
         elif under_way:
-            _, finish = under_way.pop(step % len(under_way))
-            finish()
-            finished.append(finish)
-        for finish in finished[-2:]:
-            finish()  # a second time does nothing
+            _, flight = under_way.pop(step % len(under_way))
+            flight.finish()
+            finished.append(flight)
+        for flight in finished[-2:]:
+            flight.finish()  # a second time does nothing
         for engine in "abc":
             mine = [tokens for (name, tokens), _ in under_way if name == engine]
             assert inflight.requests_at(engine) == (len(mine), sum(mine))
         assert len(inflight) == len(under_way)
-    for _, finish in under_way:
-        finish()
+    for _, flight in under_way:
+        flight.finish()
     assert len(inflight) == 0
-    assert not inflight._requests
-    assert not inflight._tokens
+    assert inflight._requests == inflight._tokens == inflight._flights == {}
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    st.integers(0, 8),
+    st.randoms(use_true_random=False),
+)
+def test_a_turn_comes_once_those_before_have_little_to_compute(sizes, most, rng):
+    """Later requests do not delay it, and one that has ended has no turn."""
+    inflight, turns = InflightTracker(), []
+    flights = [inflight.start_request("a", size) for size in sizes]
+    other = inflight.start_request("b", 99)
+    for number, flight in enumerate(flights):
+        flight.when_ahead(most, partial(turns.append, number))
+    left = list(range(len(sizes)))
+    for number in rng.sample(left, len(left)):
+        for one in left:
+            ahead = sum(sizes[before] for before in left if before < one)
+            assert (one in turns) == (ahead <= most)
+        had = number in turns
+        flights[number].finish()
+        left.remove(number)
+        assert (number in turns) == had
+    assert len(set(turns)) == len(turns)
+    other.finish()
+    assert inflight._turns == inflight._flights == {}
 
 
 def test_prefill_is_held_to_the_rank_that_it_was_asked_for():
