@@ -120,7 +120,14 @@ async def deployment(
         prefill, decode = engines[:num_prefill], engines[num_prefill:]
         turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
         shown = {"show_engines": True}
-        settings = {"port": 0, "streams": "on", "drain_timeout_s": 1.0, **turns, **shown, **settings}
+        settings = {
+            "port": 0,
+            "streams": "on",
+            "drain_timeout_s": 1.0,
+            **turns,
+            **shown,
+            **settings,
+        }
         config = ProxyConfig.from_options(
             [word(e) for e in prefill], [word(e) for e in decode], **settings
         )
