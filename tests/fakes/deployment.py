@@ -114,20 +114,13 @@ async def deployment(
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
-            if True:
+            if settings.get("streams") == "on":
                 engine.boot = f"boot of {engine.port}"
             stack.push_async_callback(engine.stop)
         prefill, decode = engines[:num_prefill], engines[num_prefill:]
         turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
         shown = {"show_engines": True}
-        settings = {
-            "port": 0,
-            "streams": "on",
-            "drain_timeout_s": 1.0,
-            **turns,
-            **shown,
-            **settings,
-        }
+        settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **shown, **settings}
         config = ProxyConfig.from_options(
             [word(e) for e in prefill], [word(e) for e in decode], **settings
         )

@@ -10,6 +10,7 @@ from pdconn.lender.sessions import (
     AbortAll,
     AbortUnclaimed,
     EngineCommand,
+    Followed,
     LenderSessions,
     RevokeAll,
 )
@@ -48,6 +49,9 @@ class SimLender:
     def take_freed(self) -> list[FreedLease]:
         freed, self._freed = self._freed, []
         return freed
+
+    def take_followed(self) -> list[Followed]:
+        return []  # no client asks both engines at once here
 
     def take_lease_counts(self) -> dict[str, int]:
         counts = dict(self.sessions.counts)
