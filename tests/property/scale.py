@@ -72,7 +72,10 @@ def notices(machine: Made, *, examples: int, steps: int, what: str | None = None
     # Hypothesis draws constants of the modules that are imported, so what is drawn first depends on
     # the tests before.  More examples cost nothing where one is found.
     until_one_fails = settings(
-        _settings(_TIMES * examples, steps), derandomize=True, database=None, phases=[Phase.generate]
+        _settings(_TIMES * examples, steps),
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
     )
     with _quiet(), pytest.raises((AssertionError, KeyError), match=what):
         run_state_machine_as_test(machine, settings=until_one_fails)
