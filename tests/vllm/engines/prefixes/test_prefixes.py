@@ -184,7 +184,7 @@ def test_a_router_has_prefill_pull_what_a_busy_engine_holds(
             busy = proxy.router.loads.inflight.start_request(clients["prefill"].url, 1_000_000)
             through = Client(proxy.url)
             answer = await asyncio.to_thread(through.complete, prompt, NUM_TOKENS)
-            busy()
+            busy.finish()
             return answer, next(proxy.router.decisions.newest())[1]
 
     seen, outcome = asyncio.run(scene())
