@@ -27,6 +27,20 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Our options."""
+    about = "engines' tests ask prefill and decode at once, where they now ask one after the other"
+    parser.addoption("--streams", action="store_true", help=about)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Apply them."""
+    if config.option.streams:
+        from pdconn.tools.lab import lab_client
+
+        lab_client.tickets_seen = {}
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file or folder of which ``-m`` selects no test is not imported."""
     expression = str(config.option.markexpr)

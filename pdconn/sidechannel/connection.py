@@ -47,8 +47,9 @@ from pdconn.sidechannel.tls import Tls, TlsClosed, TlsFailed
 MAX_WELCOME = 1 << 21
 """Bytes of a Welcome: some 200 ranks of 60 layers each, which take 0.2 s to decode."""
 
-MAX_REPLIES = 1 << 20
-"""Bytes of a frame after a Welcome; lenders cut their replies at half of it."""
+MAX_REPLIES = 1 << 23
+"""Bytes of a frame after a Welcome.  Lenders begin a new frame after 512 KiB, but a message is not
+cut: the blocks of a prompt of a million tokens in 16 groups of blocks of 16 tokens take 5 MiB."""
 
 Address = tuple[socket.AddressFamily, Any]
 

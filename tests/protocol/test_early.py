@@ -27,6 +27,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     decode_from_reader,
     encode,
+    encode_frames,
 )
 from pdconn.protocol.ticket import (
     MAX_BLOCK_ID,
@@ -35,6 +36,7 @@ from pdconn.protocol.ticket import (
     BlockList,
     Ticket,
 )
+from pdconn.sidechannel.connection import MAX_REPLIES
 
 STREAM = "0123456789abcdef"
 READER = Reader("pull", 0, 1)
@@ -231,3 +233,10 @@ def test_changed_bytes_raise_nothing_else(sent: list[FromLender], rng: Random) -
         body[rng.randrange(len(body))] = rng.randrange(256)
     with suppress(MessageError):
         decode_from_lender(bytes(body))
+
+
+def test_the_blocks_of_a_million_tokens_in_sixteen_groups_fit_into_a_frame() -> None:
+    ids = tuple(range(MAX_BLOCK_ID - 1_000_000 // 16, MAX_BLOCK_ID))
+    [body] = encode_frames([Completed("request", "pull", tuple((0, ids) for _ in range(16)))])
+    assert len(body) < MAX_REPLIES
+    assert len(body) > MAX_REPLIES // 2, "the bound has a reason"

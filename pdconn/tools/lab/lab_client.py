@@ -35,6 +35,10 @@ from pdconn.tools.openai.completions import (
     read_completion,
 )
 
+tickets_seen: dict[str, Mapping[str, Any]] | None = None
+"""A ticket of each prefill engine, by its URL: :func:`prefill_then_decode` asks both engines at
+once where there is one.  None: one after the other, always."""
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -181,9 +185,14 @@ def prefill_then_decode(
 ) -> Answer:
     """The answer of ``decode`` to a prompt that ``prefill`` computed.
 
-    ``more`` is sent to the decode engine only.
+    ``more`` is sent to the decode engine only.  See :data:`tickets_seen`.
     """
+    like = None if tickets_seen is None else tickets_seen.get(prefill.url)
+    if like is not None:
+        return ask_both(prefill, decode, prompt, max_tokens, like=like, **more)[0]
     ticket = prefill_only(prefill, prompt)
+    if tickets_seen is not None and ticket is not None:
+        tickets_seen[prefill.url] = ticket
     return decode.complete(prompt, max_tokens, kv_transfer_params=ticket, **more)
 
 

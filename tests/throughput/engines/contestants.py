@@ -17,7 +17,7 @@ from typing import Any
 
 from pdconn.protocol.early import EarlyTicket
 from pdconn.router.openai.bodies import lend_params
-from pdconn.tools.bench.serving.lineup import assign_engines
+from pdconn.tools.bench.serving.lineup import CONNECTORS, assign_engines
 from pdconn.tools.lab.engine import Engine
 from pdconn.tools.lab.lab_client import Client, Timed, prefill_only
 
@@ -27,7 +27,7 @@ ANSWER_TOKENS = 8
 ALONE = "alone"
 
 PUSHING = frozenset({"in-tree-push"})
-FOLLOWING = frozenset({"pdconn-streams"})
+FOLLOWING = frozenset(name for name, one in CONNECTORS.items() if one.streams)
 
 _WAKING = 5
 _TIMEOUT_S = 120.0
@@ -63,7 +63,7 @@ class Contestant:
         if self.name in PUSHING:
             return pushed(*self.engines, prompt)
         if self.name in FOLLOWING and self._tickets:
-            return followed(*self.engines, prompt, self._tickets[0])
+            return followed(*self.engines, prompt, self.ticket)
         first, *rest = (Client(engine.url, _TIMEOUT_S) for engine in self.engines)
         if not rest:
             timed = first.stream(prompt, ANSWER_TOKENS)
@@ -73,6 +73,11 @@ class Contestant:
             self._tickets.append(ticket)
         timed = rest[0].stream(prompt, ANSWER_TOKENS, kv_transfer_params=ticket)
         return Taken(prefill_s, timed.first_token_s, timed)
+
+    @property
+    def ticket(self) -> Mapping[str, Any]:
+        """A ticket of its prefill engine, which has answered a prompt before."""
+        return self._tickets[0]
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pdconn.tools.bench.bench_errors import BenchError
-from pdconn.tools.bench.serving.lineup import assign_engines, engine_specs
+from pdconn.tools.bench.serving.lineup import CONNECTORS, assign_engines, engine_specs
 from pdconn.tools.lab.engine import Engine, Progress, running
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 
@@ -111,8 +111,9 @@ class LocalEngines:
             yield self.engines[0].url
             return
         prefill, decode = self.engines
-        policy = ("--policy", "round-robin")  # with one engine per role there is nothing to score
-        with running_proxy([prefill.url], [decode.url], self.directory, args=policy) as url:
+        args = ["--policy", "round-robin"]  # with one engine per role there is nothing to score
+        args += ["--streams", "on" if CONNECTORS[self.name].streams else "off"]
+        with running_proxy([prefill.url], [decode.url], self.directory, args=args) as url:
             yield url
 
 

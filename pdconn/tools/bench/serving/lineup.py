@@ -30,13 +30,14 @@ class Connector:
     """A connector's configuration; ``kv_role`` is added for each side.
 
     ``names_engines`` adds an ``engine_id``, which a router needs that asks decode while prefill
-    computes.
+    computes.  ``streams``: the router asks both at once, and decode follows prefill's request.
     """
 
     kv_transfer_config: Mapping[str, Any]
     layout: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     names_engines: bool = False
+    streams: bool = False
 
 
 _PDCONN = {
@@ -63,7 +64,7 @@ CONNECTORS: Mapping[str, Connector] = MappingProxyType(
         "in-tree-tuned": Connector({**_IN_TREE, "kv_connector_module_path": _RESTING}),
         "in-tree-push": Connector(_IN_TREE_PUSH, names_engines=True),
         "pdconn": Connector(_PDCONN),
-        "pdconn-streams": Connector(_PDCONN),
+        "pdconn-streams": Connector(_PDCONN, streams=True),
         "pdconn-sample": _with(verify="sample"),
         "pdconn-always": _with(verify="always"),
         "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),

@@ -28,6 +28,7 @@ from pdconn.protocol.messages import (
     Opened,
     Reader,
     Refused,
+    Renew,
 )
 from pdconn.protocol.ticket import BlockList, Ticket
 from tests.fakes.scripted.lender import Session
@@ -49,6 +50,7 @@ class Follower:
         ticket: with blocks once the stream is complete.
         until: it believes its claim until then.
         is_refused: the lender has ended the stream, or has refused the claim.
+        is_revoked: the engine has taken back what was lent until then.
         is_over: it has confirmed, has left, or its boot is over.
     """
 
@@ -61,12 +63,14 @@ class Follower:
     until: float = 0.0
     is_complete: bool = False
     is_refused: bool = False
+    is_revoked: bool = False
     is_over: bool = False
 
     @property
     def believes(self) -> bool:
         """Whether it relies on what was announced."""
-        return not (self.is_refused or self.is_over) and self.until > CLOCK()
+        ended = self.is_refused or self.is_revoked or self.is_over
+        return not ended and self.until > CLOCK()
 
 
 class Followed(Prefilling):
@@ -184,6 +188,12 @@ class Followed(Prefilling):
         message = Confirm(7, ticket.request_id, one.reader, ticket.digest())
         answers = self.lender.say(one.session, message)
         return any(isinstance(answer, Confirmed) for answer in answers)
+
+    def renew(self, one: Follower) -> None:
+        """A reader asks for more time; its claim may have expired, or its lease ended."""
+        assert one.ticket is not None
+        message = Renew(8, one.ticket.request_id, one.reader)
+        self._hear(one, self.lender.say(one.session, message))
 
     def leave(self, one: Follower) -> None:
         """A reader does without."""

@@ -192,7 +192,7 @@ class StreamMachine(LawMachine):
             raise AssertionError("blocks are in use, of no request") from error
         if is_reset:
             for one in self.engine.followers:
-                one.is_over = True
+                one.is_revoked = True
 
     # Readers
 
@@ -205,7 +205,7 @@ class StreamMachine(LawMachine):
         self.engine.follow(one.stream, one.first)
 
     @precondition(lambda self: self.engine.followers)
-    @rule(which=WHICH, what=st.sampled_from(["confirm", "confirm", "leave"]))
+    @rule(which=WHICH, what=st.sampled_from(["confirm", "confirm", "leave", "renew"]))
     def end_read(self, which: int, what: str) -> None:
         followers = [one for one in self.engine.followers if not one.is_over][-6:]
         if not followers:
@@ -213,7 +213,9 @@ class StreamMachine(LawMachine):
         one = followers[which % len(followers)]
         if what == "leave":
             self.engine.leave(one)
-        elif one.is_complete:
+        elif what == "renew" and one.ticket is not None:
+            self.engine.renew(one)
+        elif what == "confirm" and one.is_complete:
             self.confirm(one)
 
     def confirm(self, one: Follower) -> None:
@@ -221,6 +223,7 @@ class StreamMachine(LawMachine):
         must = one.believes
         is_confirmed = self.engine.confirm_follower(one)
         assert not (is_confirmed and wrong), f"{one} is confirmed, and {wrong} are not there"
+        assert not (is_confirmed and one.is_revoked), f"{one} is confirmed after a reset"
         assert is_confirmed or not must, f"{one} believes its claim, and it is not confirmed"
 
     # Laws
@@ -342,6 +345,13 @@ def test_they_notice_growth_without_a_guard(guard: str, monkeypatch: pytest.Monk
     notices(StreamMachine, examples=EXAMPLES, steps=STEPS, what="was told of|out of order")
 
 
+def test_they_notice_growth_by_what_a_step_in_flight_will_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(growing_module, "num_computed", lambda request: request.num_computed_tokens)
+    notices(StreamMachine, examples=EXAMPLES, steps=STEPS, what="was told of")
+
+
 def test_they_notice_growth_of_a_request_that_loads_again(monkeypatch: pytest.MonkeyPatch) -> None:
     loads_again()
     monkeypatch.setattr(growing_module, "_is_certain", uncertain(again=False))
@@ -380,6 +390,13 @@ class AnnouncesTails(GrowingRequests):
             growing.request.num_computed_tokens -= BLOCK_TOKENS - 1
 
 
+class ForgetsNoRequest(GrowingRequests):
+    """Keeps requests that have ended."""
+
+    def remove_request(self, name: str) -> Any:
+        return self._requests.get(name)
+
+
 class AnnouncesNothing(GrowingRequests):
     """Waits for the ticket."""
 
@@ -400,6 +417,7 @@ class NamesItsBlocks(GrowingRequests):
         (AnnouncesTails, "was told of"),
         (AnnouncesNothing, "is not told"),
         (NamesItsBlocks, "Completed"),
+        (ForgetsNoRequest, "entries of nothing"),
     ],
 )
 def test_they_notice_requests_that_grow_otherwise(

@@ -1,0 +1,1 @@
+"""Hand-overs with both engines asked at once, beside those after prefill's answer."""
