@@ -97,7 +97,7 @@ format: venv
 	$(BIN)/ruff format .
 
 property: venv
-	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property tests/planning/test_gaps.py --timeout 0 $(ARGS)
+	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property tests/planning/test_gaps.py -n 2 --timeout 0 $(ARGS)
 	PDCONN_EXAMPLES=1000 $(BIN)/python -m pytest -m hypothesis --ignore tests/property -n 2 --timeout 0 $(ARGS)
 
 chaos: venv
