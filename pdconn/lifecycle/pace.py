@@ -8,8 +8,8 @@ so that what is announced can be read by the time at which the prompt is compute
                       ├─ transfer × 1.25 ─┼──┤
                       blocks              fixed
 
-How fast the lender computes, and how fast it is read, is learned from earlier streams of it.
-Without that knowledge blocks are asked for at once.
+How fast the lender computes prompts of about this length, and how fast it is read, is learned from
+earlier streams of it.  Without that knowledge blocks are asked for at once.
 
 Pure: time is an argument.
 """
@@ -33,22 +33,30 @@ class LenderRates:
     """What was learned of a lender.
 
     Attributes:
-        tokens_per_s: computed there; None while it is unknown.
-        bytes_per_s: read from there.
+        prefill_s: seconds per token of a prompt, by the bits of its number of tokens: a step has a
+            fixed cost, and attention costs more in longer prompts.
+        bytes_per_s: read from there; None while it is unknown.
     """
 
-    tokens_per_s: float | None = None
+    prefill_s: dict[int, float] = field(default_factory=dict)
     bytes_per_s: float | None = None
 
     def learn_prefill(self, num_tokens: int, seconds: float) -> None:
         """A prompt of so many tokens, that were not cached, took so long."""
         if num_tokens >= LEARNS_FROM_TOKENS and seconds > 0:
-            self.tokens_per_s = _mean(self.tokens_per_s, num_tokens / seconds)
+            bits = num_tokens.bit_length()
+            self.prefill_s[bits] = _mean(self.prefill_s.get(bits), seconds / num_tokens)
 
     def learn_read(self, nbytes: int, seconds: float) -> None:
         """A read of so many bytes took so long."""
         if nbytes >= LEARNS_FROM_NBYTES and seconds > 0:
             self.bytes_per_s = _mean(self.bytes_per_s, nbytes / seconds)
+
+    def seconds_per_token(self, num_tokens: int) -> float | None:
+        """Of a prompt of so many tokens, as of one of about the length; None if none is known."""
+        bits = num_tokens.bit_length()
+        nearest = min(self.prefill_s, key=lambda known: (abs(known - bits), known), default=None)
+        return None if nearest is None else self.prefill_s[nearest]
 
 
 @dataclass(slots=True)
@@ -84,12 +92,18 @@ class StreamPace:
         """When to ask for blocks, of which ``nbytes`` will be read; None until it has begun."""
         if self.started_at is None:
             return None
-        tokens_per_s, bytes_per_s = self.rates.tokens_per_s, self.rates.bytes_per_s
-        if tokens_per_s is None or bytes_per_s is None:
+        end, bytes_per_s = self.expected_end(now), self.rates.bytes_per_s
+        if end is None or bytes_per_s is None:
             return now
-        done, at = self.announced
-        expected_end = at + (self.num_tokens - done) / tokens_per_s
-        return expected_end - SLACK * nbytes / bytes_per_s - FIXED_S
+        return end - SLACK * nbytes / bytes_per_s - FIXED_S
+
+    def expected_end(self, now: float) -> float | None:
+        """When the request will be computed, at the earliest while it waits; None if unknown."""
+        each_s = self.rates.seconds_per_token(self.num_tokens - self.cached)
+        if each_s is None:
+            return None
+        done, at = (0, now) if self.started_at is None else self.announced
+        return at + (self.num_tokens - done) * each_s
 
 
 def _mean(before: float | None, seen: float) -> float:

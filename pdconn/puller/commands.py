@@ -152,4 +152,17 @@ class ClaimOutcome:
         return self.problem is not None or self.ticket is None or bool(self.ticket.blocks)
 
 
-Report = PullRecord | FailedPull | Released | ClaimOutcome
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """At ``rank`` nothing is reported of a pull for ``in_s`` seconds: its lender still computes.
+
+    An estimate; any other report of the pull may come before.
+    """
+
+    request: str
+    pull: str
+    rank: int
+    in_s: float
+
+
+Report = PullRecord | FailedPull | Released | ClaimOutcome | Expected

@@ -269,6 +269,8 @@ class Pulls:
             self.counts[f"pulls_refused_{message.why}"] += 1
             effects = entry.machine.fail(f"refused, {message.why}: {message.detail}", now)
         self._perform(entry, effects)
+        if (expected := entry.expected(now)) is not None:
+            self.reports.append(expected)
 
     def next_alarm(self) -> float | None:
         """When :meth:`tick_due` should run next, or None when only an event can matter."""

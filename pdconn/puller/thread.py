@@ -30,6 +30,7 @@ from pdconn.puller.commands import (
     ClaimTicket,
     Command,
     CompareAnew,
+    Expected,
     FailedPull,
     FailPull,
     PullRecord,
@@ -195,12 +196,14 @@ class PullResults:
         failed: pulls that failed.
         released: requests whose quarantine has ended.
         claims: awaited claims that were granted, refused or lost.
+        expected: pulls of which nothing is reported for a while.
     """
 
     records: tuple[PullRecord, ...]
     failed: tuple[FailedPull, ...]
     released: tuple[str, ...]
     claims: tuple[ClaimOutcome, ...] = ()
+    expected: tuple[Expected, ...] = ()
 
     @classmethod
     def from_reports(cls, reports: Iterable[Report]) -> PullResults:
@@ -211,6 +214,7 @@ class PullResults:
             tuple(report for report in reports if isinstance(report, FailedPull)),
             tuple(report.request for report in reports if isinstance(report, Released)),
             tuple(report for report in reports if isinstance(report, ClaimOutcome)),
+            tuple(report for report in reports if isinstance(report, Expected)),
         )
 
     @property

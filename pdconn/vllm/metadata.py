@@ -18,7 +18,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.protocol.compat import DRAFT, UNPROVEN, WEIGHTS, proofs_in
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.commands import ClaimOutcome, Command
+from pdconn.puller.commands import ClaimOutcome, Command, Expected
 from pdconn.store.rank_commands import StoreCommand, StoreResult
 from pdconn.vllm.blocks.partial import PartialBlocks, joined
 
@@ -34,7 +34,7 @@ class PdMetadata(KVConnectorMetadata):
         commands: for the puller, in order.
         to_sum: finished requests whose lent blocks are summed: terms, lent blocks.
         store: for the ranks' part of the store, in order.
-        is_idle: whether the step computes nothing.
+        is_idle: whether the step computes nothing, and the scheduler has not slept instead.
         weights: traits of our weights, if they have changed.
     """
 
@@ -55,6 +55,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         sums: checksums of lent blocks: request, rank, sums; None if summing has failed.
         store: answers of the ranks' part of the store.
         claims: outcomes of awaited claims, once or twice per worker.
+        expected: pulls of which nothing is reported for a while.
         partial: received requests, each with blocks of which only the end was written.
         pulled: received pulls, if they are traced.
     """
@@ -64,6 +65,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
     sums: list[tuple[str, int, LentSums | None]] = field(default_factory=list)
     store: list[StoreResult] = field(default_factory=list)
     claims: list[ClaimOutcome] = field(default_factory=list)
+    expected: list[Expected] = field(default_factory=list)
     partial: dict[str, PartialBlocks] = field(default_factory=dict)
     pulled: list[TracedPull] = field(default_factory=list)
 
@@ -72,7 +74,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         """Whether there is nothing to report."""
         if self.quarantined or self.released or self.sums:
             return False
-        return not (self.store or self.claims or self.partial or self.pulled)
+        return not (self.store or self.claims or self.expected or self.partial or self.pulled)
 
     def add_partial(self, request: str, blocks: PartialBlocks) -> None:
         """Add a received request with blocks that were written in part, if there are any."""
@@ -88,6 +90,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
             self.sums + other.sums,
             self.store + other.store,
             self.claims + other.claims,
+            self.expected + other.expected,
             joined(self.partial, other.partial),
             self.pulled + other.pulled,
         )

@@ -29,6 +29,7 @@ from pdconn.vllm.config import Settings
 from pdconn.vllm.identity.adapters import AdapterReader
 from pdconn.vllm.identity.changes import WeightChanges
 from pdconn.vllm.identity.greeting import Greeting
+from pdconn.vllm.idle_steps import IdleSteps
 from pdconn.vllm.lends.growing import GrowingRequests
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.waits import BlockWaits
@@ -113,6 +114,11 @@ class PdScheduler:
         self._self_test = SelfTest(None)
         self.supports_divergent_local_hybrid_hits = may_lag(kv_cache_config)
         self.parts = self._build_parts(vllm_config, incarnation)
+        pulling, parallel = self.parts.pulling, vllm_config.parallel_config
+        # Data-parallel ranks of a model with experts wait for each other in every step.
+        self._idle_steps = None
+        if pulling is not None and parallel.data_parallel_size == 1:
+            self._idle_steps = IdleSteps(pulling.quiet_until)
         self.weights = WeightChanges(self._greeting, self.parts.every, self._serve)
 
     def _build_parts(self, vllm_config: VllmConfig, incarnation: str) -> SchedulerParts:
@@ -287,7 +293,8 @@ class PdScheduler:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PdMetadata:
         """Commands for the workers in this step."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        metadata = PdMetadata(is_idle=num_tokens == 0)
+        has_slept = self._idle_steps is not None and self._idle_steps.rest(num_tokens)
+        metadata = PdMetadata(is_idle=num_tokens == 0 and not has_slept)
         if num_tokens:
             self.weights.note_computed()
         metadata.weights = self._greeting.take_weights()

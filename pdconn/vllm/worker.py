@@ -37,6 +37,7 @@ from pdconn.vllm.blocks.recurrent_states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.identity.weights import engine_weights, started_at
+from pdconn.vllm.idle_steps import IDLE_STEP_S
 from pdconn.vllm.memory.layout import report_layout
 from pdconn.vllm.memory.opening import open_nixl, open_transport
 from pdconn.vllm.memory.warm import BackendOptions, network_only, rehearse_pulls, warm_up_of
@@ -51,9 +52,6 @@ from transport.faulty import FaultyTransport
 from transport.streams import StreamPoint, stream_point
 
 log = logging.getLogger(__name__)
-
-_IDLE_STEP_S = 0.003
-"""How long a step without work may wait for a pull; new requests wait as long."""
 
 
 class PdWorker:
@@ -271,9 +269,9 @@ class PdWorker:
     def _wait(self) -> None:
         """Wait for the store, or for the puller."""
         if self._num_fetching and self._store is not None:
-            self._store.wait_for_answer(_IDLE_STEP_S)
+            self._store.wait_for_answer(IDLE_STEP_S)
         elif self._puller is not None:
-            self._puller.wait_for_report(_IDLE_STEP_S)
+            self._puller.wait_for_report(IDLE_STEP_S)
 
     def _collect_stored(self, store: RankStore, results: KVConnectorTransferResults) -> None:
         loaded, failed, answers = (
@@ -305,6 +303,7 @@ class PdWorker:
                 self._stats.add_count("quarantined")
         self._report.released += pulled.released
         self._report.claims += pulled.claims
+        self._report.expected += pulled.expected
 
     def _sum(self, terms: Terms, blocks: tuple[BlockList, ...]) -> None:
         """Checksum what a finished request lends, on the engine's thread."""

@@ -25,6 +25,7 @@ from pdconn.puller.commands import (
     ClaimOutcome,
     ClaimTicket,
     Command,
+    Expected,
     FailPull,
     ReadBlocks,
 )
@@ -123,7 +124,7 @@ class Pulling(SchedulerPart):
     fills_blocks = True
 
     def __init__(self, rules: PullRules, clock: Callable[[], float] = steady) -> None:
-        self._rules = rules
+        self._rules, self._clock = rules, clock
         self.doubt = ""
         self.adapters: AdapterReader | None = None
         self.take_back_own: Callable[[Ticket], None] | None = None
@@ -312,6 +313,7 @@ class Pulling(SchedulerPart):
                 continue
             if tracked.claims is None:  # it was given up before this was heard
                 continue
+            tracked.expected_at = 0.0
             if outcome.problem is None:
                 tracked.claim.granted.add(outcome.rank)
                 tracked.ticket = outcome.ticket or tracked.ticket
@@ -388,9 +390,20 @@ class Pulling(SchedulerPart):
             self._patience.note_pull(request_id, failed=failed)
         if isinstance(report, PdWorkerReport):
             self.note_claims(report.claims)
+            self._note_expected(report.expected)
             self._note_blocks(report)
         for request_id in received:
             self.end_pull(request_id)
+
+    def _note_expected(self, expected: Iterable[Expected]) -> None:
+        for one in expected:
+            tracked = self._tracked.get(one.request)
+            if tracked is not None and tracked.claim.pull == one.pull:
+                tracked.expected_at = self._clock() + one.in_s
+
+    def quiet_until(self) -> float:
+        """Before when nothing comes of any pull; 0 without one, or if it is not known of all."""
+        return min((one.expected_at for one in self._tracked.values()), default=0.0)
 
     def _note_blocks(self, report: PdWorkerReport) -> None:
         quarantine = self._pulled.quarantine

@@ -52,6 +52,7 @@ class Tracked:
         mistaken: the ticket is valid, but for another prompt: a chat template that contains the
             time gives prefill and decode different prompts.
         over: the request has left the engine, which keeps its blocks until the pull has ended.
+        expected_at: nothing comes of its pull before; 0 if that is not known.
         prefix: tokens of a ticket for a prefix; once checked, those that the prompt shares.  0 for
             a whole prompt.
     """
@@ -67,6 +68,7 @@ class Tracked:
     num_local: int = 0
     claim: ClaimGrants = field(default_factory=ClaimGrants)
     over: bool = False
+    expected_at: float = 0.0
     prefix: int = 0
 
     @property

@@ -1,7 +1,7 @@
 """What a hand-over costs when decode follows prefill's request while it is computed.
 
     python -m tests.throughput.followed --json followed.json
-    python -m tests.throughput.followed --mbits 200 400 --lengths 4096 --json links.json
+    python -m tests.throughput.followed --model long --mbits 200 400 --lengths 4096 --chunk 512
 
 One prefill and one decode engine.  Each prompt goes to them in turns: ``off``, prefill first and
 decode with its ticket, and ``on``, both at once with a stream, as the router asks.  The order
@@ -45,7 +45,7 @@ from pdconn.tools.bench.serving.lineup import engine_specs
 from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts
 from pdconn.tools.lab.engine import Engine, running
 from pdconn.tools.lab.lab_client import Client
-from pdconn.tools.lab.model import ModelSpec, write_model
+from pdconn.tools.lab.model import HANDOVER, ModelSpec, write_model
 from pdconn.tools.lab.quiet import Neighbours, wait_for_quiet
 from pdconn.tools.lab.spec import EngineSpec
 from pdconn.tools.output.table import table
@@ -53,10 +53,11 @@ from tests.multinode.namespaces import Network
 from tests.throughput.engines.contestants import ALONE, ANSWER_TOKENS, Contestant, Taken, followed
 from tests.throughput.followed.links import ADDRESSES, TBF, linked_specs
 
-MODEL = ModelSpec(
-    "followed", hidden=256, intermediate=512, heads=8, kv_heads=8, layers=12, max_positions=1 << 15
+LONG = ModelSpec(
+    "long", hidden=256, intermediate=512, heads=8, kv_heads=8, layers=12, max_positions=1 << 15
 )
-"""Its full attention keeps 8 KiB of each token."""
+"""Its full attention keeps 8 KiB of each token, four times as much as that of the other model."""
+MODELS = {spec.name: spec for spec in (HANDOVER, LONG)}
 T = TypeVar("T")
 
 OFF, ON = "off", "on"
@@ -197,7 +198,7 @@ def measure(mbits: float | None, options: argparse.Namespace) -> Run:
     Raises:
         NetworkFailed, LabError: nothing is left running then.
     """
-    model = write_model(options.directory / "models", MODEL)
+    model = write_model(options.directory / "models", MODELS[options.model])
     run = Run(mbits)
     with ExitStack() as stack:
         if mbits is None:
@@ -310,6 +311,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", type=Path, help="where to write all measurements")
     add("--lengths", nargs="+", type=int, default=(200, 1000, 3000), help="prompts, in tokens")
+    add("--model", choices=MODELS, default=HANDOVER.name)
     add("--mbits", nargs="*", type=float, default=(), help="limit of the link to decode")
     add("--chunk", type=int, help="tokens that prefill computes in a step; default: vLLM's")
     add("--rounds", type=int, default=12, help="prompts of each length and mode")
