@@ -9,6 +9,9 @@ changes from round to round.  Without ``--mbits`` prefill computes on core 0 and
 and the same prompts go to an engine alone on core 0, too; its one-token prompts are the floor of
 any first token.  Engines that are not measured are frozen.
 
+Workers are inside the engine core's process, as vLLM has them for one GPU.  With ``--own-workers``
+four processes spin, for up to a second after each request, on two cores.
+
 With ``--mbits`` each engine is in a network namespace of its own, and the cable to decode lets
 no more than this pass in a second; that needs root, ``ip`` and ``tc``.
 
@@ -217,6 +220,7 @@ def measure(mbits: float | None, options: argparse.Namespace) -> Run:
         pair = Pair(prefill, decode)
         for engine in (*others, prefill, decode):
             engine.pause()
+        _pair(pair, OFF, make_prompts([100], seed=7), options)  # tells where prefill lends
         for number in range(-options.warm_up, options.rounds):
             _round(run, number, alone, pair, options)
     return run
@@ -289,7 +293,13 @@ def _sized(spec: EngineSpec, options: argparse.Namespace) -> EngineSpec:
     args = spec.args
     if options.chunk is not None and not spec.name.endswith("decode"):
         args += ("--max-num-batched-tokens", str(options.chunk), "--max-num-seqs", "16")
-    return replace(spec, max_model_len=max(4096, longest), kv_cache_mib=640, args=args)
+    return replace(
+        spec,
+        max_model_len=max(4096, longest),
+        kv_cache_mib=640,
+        one_process=not options.own_workers,
+        args=args,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -312,6 +322,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="where to write all measurements")
     add("--lengths", nargs="+", type=int, default=(200, 1000, 3000), help="prompts, in tokens")
     add("--model", choices=MODELS, default=HANDOVER.name)
+    add("--own-workers", action="store_true", help="workers are processes of their own")
     add("--mbits", nargs="*", type=float, default=(), help="limit of the link to decode")
     add("--chunk", type=int, help="tokens that prefill computes in a step; default: vLLM's")
     add("--rounds", type=int, default=12, help="prompts of each length and mode")
