@@ -189,11 +189,18 @@ def prefill_then_decode(
     """
     like = None if tickets_seen is None else tickets_seen.get(prefill.url)
     if like is not None:
-        return ask_both(prefill, decode, prompt, max_tokens, like=like, **more)[0]
+        answer, ticket = ask_both(prefill, decode, prompt, max_tokens, like=like, **more)
+        _saw_ticket(prefill, ticket)
+        return answer
     ticket = prefill_only(prefill, prompt)
+    _saw_ticket(prefill, ticket)
+    return decode.complete(prompt, max_tokens, kv_transfer_params=ticket, **more)
+
+
+def _saw_ticket(prefill: Client, ticket: Mapping[str, Any] | None) -> None:
+    # The newest: an engine that has started again, or another one at its port, is another boot.
     if tickets_seen is not None and ticket is not None:
         tickets_seen[prefill.url] = ticket
-    return decode.complete(prompt, max_tokens, kv_transfer_params=ticket, **more)
 
 
 def prefill_only(

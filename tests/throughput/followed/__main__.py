@@ -37,12 +37,12 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdconn.tools.bench.serving.lineup import engine_specs
 from pdconn.tools.lab.compare_answers import Answer, compare, make_prompts
@@ -141,29 +141,40 @@ class Run:
         return sorted({one.tokens for one in self.asked if one.mode != ALONE})
 
 
-def render(runs: Sequence[Run]) -> str:
-    """A row for each link, length and mode."""
-    head = [
-        "link\nMbit/s", "tokens", "mode", "first\ntoken", "beyond\nalone", "hand-\nover", "prefill",
-        "per\ntoken", "visible", "held", "read\nearly",
-    ]  # fmt: skip
+def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each link, length and mode: medians, in seconds; None where there is none."""
     rows = []
     for run in runs:
-        floors = [one.first_token_s for one in run.asked if one.mode == ALONE and one.tokens == 1]
-        if floors:
-            floor = statistics.median(floors)
-            rows.append(["", "1", ALONE, f"{1e3 * floor:.1f}", *[""] * 7])
-        for tokens in run.lengths:
-            alone = run.medians(ALONE, tokens)["first_token_s"] if floors else None
-            for mode in MODES if alone is None else (ALONE, *MODES):
-                one = run.medians(mode, tokens)
-                beyond = None if alone is None else one["first_token_s"] - alone
-                cells = [one["first_token_s"], beyond, one["handover_s"], one["prefill_s"]]
-                cells += [one["between_s"], one["visible_s"], one["held_s"]]
-                shown = ["" if cell is None else f"{1e3 * cell:.1f}" for cell in cells]
-                link = "" if run.mbits is None else f"{run.mbits:g}"
-                rows.append([link, str(tokens), mode, *shown, f"{100 * one['early_share']:.0f} %"])
-    return table(head, rows)
+        keys = [(mode, tokens) for tokens in run.lengths for mode in MODES]
+        if any(one.mode == ALONE for one in run.asked):
+            keys = [(ALONE, 1), *((m, n) for n in run.lengths for m in (ALONE, *MODES))]
+        for mode, tokens in keys:
+            row: dict[str, Any] = {"mbits": run.mbits, "tokens": tokens, "mode": mode}
+            row |= run.medians(mode, tokens)
+            alone = (ALONE, tokens) in keys
+            beyond = (
+                row["first_token_s"] - run.medians(ALONE, tokens)["first_token_s"]
+                if alone
+                else None
+            )
+            rows.append(row | {"beyond_alone_s": beyond})
+    return rows
+
+
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    """For people, in milliseconds."""
+    columns = {
+        "first\ntoken": "first_token_s", "beyond\nalone": "beyond_alone_s",
+        "hand-\nover": "handover_s", "prefill": "prefill_s", "per\ntoken": "between_s",
+        "visible": "visible_s", "held": "held_s",
+    }  # fmt: skip
+    shown = []
+    for row in rows:
+        times = ["" if row[key] is None else f"{1e3 * row[key]:.1f}" for key in columns.values()]
+        link = "" if row["mbits"] is None else f"{row['mbits']:g}"
+        share = f"{100 * row['early_share']:.0f} %"
+        shown.append([link, str(row["tokens"]), row["mode"], *times, share])
+    return table(["link\nMbit/s", "tokens", "mode", *columns, "read\nearly"], shown)
 
 
 class Pair:
@@ -306,12 +317,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON."""
     options = _options(arguments)
     runs = [measure(mbits, options) for mbits in options.mbits or [None]]
-    print(render(runs))
+    rows = rows_of(runs)
+    print(render(rows))
     wrong = [each for run in runs for each in run.wrong]
     print("\n".join([*wrong, f"wrong: {len(wrong)}"]))
     if options.json is not None:
         settings = {key: str(value) for key, value in vars(options).items()}
-        document = {"settings": settings, "cores": os.cpu_count(), "runs": [*map(asdict, runs)]}
+        document = {"settings": settings, "cores": os.cpu_count(), "measured": rows}
+        document["runs"] = [asdict(run) for run in runs]
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, package
+from tests.multinode.namespaces import why_not
+from tests.throughput.measured.catalog.entry import Benchmark, Command, Need, Table, package
 from tests.throughput.measured.catalog.shared import (
     CONTESTANTS,
     ENGINE,
@@ -145,3 +146,39 @@ HANDOVER_RESERVED = Benchmark(
     drop=SAMPLES,
     **ENGINES,  # type: ignore[arg-type]
 )
+
+_FOLLOWED = "python -m tests.throughput.followed"
+_FOLLOWED_COLUMNS = {
+    "prompt, tokens": "{tokens}", "decode is asked": "{mode:s}",
+    "first token, ms": "{first_token_s:ms3}", "after prefill's answer": "{handover_s:ms3}",
+    "prefill": "{prefill_s:ms3}", "visible": "{visible_s:ms3}", "held": "{held_s:ms3}",
+    "read early": "{early_share:%.0f} %",
+}  # fmt: skip
+_MODES = {"alone": "one engine alone", "off": "after prefill", "on": "at once, with a stream"}
+
+FOLLOWED = Benchmark(
+    "followed",
+    "What does it save that decode follows prefill's request (`--streams on`)?",
+    "Two cores, one for each engine, workers inside the engines' processes; the same prompts in "
+    "turns, medians. *Visible* is the time from the first moment at which decode had the ticket "
+    "and blocks to its KV, *held* that from its blocks to its KV. Then with chunks of 512 tokens "
+    "and a model that keeps 8 KiB of each token: 3000 and 16,000 tokens over loopback, and 4096 "
+    "between network namespaces, over links of 200 and 400 Mbit/s.",
+    (
+        Command("cores", f"{_FOLLOWED} --rounds 16"),
+        Command("chunks", f"{_FOLLOWED} --model long --lengths 3000 16000 --chunk 512 --rounds 5"),
+        Command(
+            "links",
+            f"{_FOLLOWED} --model long --mbits 200 400 --lengths 4096 --chunk 512 --rounds 7",
+        ),
+    ),
+    10,
+    (
+        Table(("cores",), "measured", _FOLLOWED_COLUMNS, _MODES),
+        Table(("chunks",), "measured", _FOLLOWED_COLUMNS, _MODES),
+        Table(("links",), "measured", {"link, Mbit/s": "{mbits:.0f}", **_FOLLOWED_COLUMNS}, _MODES),
+    ),
+    drop=frozenset({"runs"}),
+    packages=("vllm", "nixl"),
+    needs=(ENGINE, NIXL, Need("root, for network namespaces", lambda: why_not() is None)),
+)  # fmt: skip

@@ -39,6 +39,7 @@ _LIST = (
     handovers.DEMO,
     handovers.VERIFY,
     handovers.HANDOVER,
+    handovers.FOLLOWED,
     handovers.HANDOVER_RESERVED,
 )
 

@@ -53,6 +53,35 @@ def test_handover_reserved() -> None:
     )
 
 
+def test_followed() -> None:
+    fields = ("mbits", "tokens", "mode", "first_token_s", "handover_s", "prefill_s", "visible_s",
+              "held_s", "early_share")  # fmt: skip
+    alone = (None, 3000, "alone", 0.4466, 0.4466, 0.0, 0.0, 0.0, 0.0)
+    off = (None, 3000, "off", 0.4454, 0.0199, 0.4244, 0.0024, 0.0024, 0.0)
+    on = (200.0, 4096, "on", 1.6211, 0.2339, 1.3892, 0.2219, 1.5887, 0.846)
+    cores, chunks, links = (
+        {"measured": [dict(zip(fields, one, strict=True)) for one in rows]}
+        for rows in ([alone], [off], [on])
+    )
+    head = "prompt, tokens | decode is asked | first token, ms | after prefill's answer | prefill"
+    head += " | visible | held | read early"
+    assert made("followed", cores=cores, chunks=chunks, links=links) == lines(
+        f"""
+        | {head} |
+        | --- | --- | --- | --- | --- | --- | --- | --- |
+        | 3 000 | one engine alone | 447 | 447 | 0 | 0 | 0 | 0 % |
+
+        | {head} |
+        | --- | --- | --- | --- | --- | --- | --- | --- |
+        | 3 000 | after prefill | 445 | 19.9 | 424 | 2.40 | 2.40 | 0 % |
+
+        | link, Mbit/s | {head} |
+        | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+        | 200 | 4 096 | at once, with a stream | 1 621 | 234 | 1 389 | 222 | 1 589 | 85 % |
+        """
+    )
+
+
 def test_verify() -> None:
     measured = [
         row("alone", 1, 0.01, 0.02, 0.0),
