@@ -153,7 +153,7 @@ class ClaimOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedPull:
     """At ``rank`` nothing is reported of a pull for ``in_s`` seconds: its lender still computes.
 
     An estimate; any other report of the pull may come before.
@@ -165,4 +165,4 @@ class Expected:
     in_s: float
 
 
-Report = PullRecord | FailedPull | Released | ClaimOutcome | Expected
+Report = PullRecord | FailedPull | Released | ClaimOutcome | ExpectedPull

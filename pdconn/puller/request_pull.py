@@ -19,7 +19,7 @@ from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import Checksum, FromReader, Reader
 from pdconn.protocol.ticket import Ticket, check_blocks
-from pdconn.puller.commands import ClaimOutcome, ClaimTicket, Expected, PullRecord
+from pdconn.puller.commands import ClaimOutcome, ClaimTicket, ExpectedPull, PullRecord
 from pdconn.puller.following import FollowedStream
 from pdconn.puller.peers import Peer, PeerPull, Rank
 from pdconn.puller.reads import Summed
@@ -175,7 +175,7 @@ class RequestPull(PeerPull):
         pull.asks_at = due
         return True
 
-    def expected(self, now: float) -> Expected | None:
+    def expected(self, now: float) -> ExpectedPull | None:
         """For how long nothing will come of the pull; None if that is not known."""
         pull, stream = self.machine, self.stream
         if stream is None or stream.pace is None or pull.is_complete:
@@ -185,7 +185,7 @@ class RequestPull(PeerPull):
         until = stream.pace.expected_end(now) if pull.asks_at is None else pull.asks_at
         if until is None:
             return None
-        return Expected(self.request, self.reader.pull, self.reader.rank, until - now)
+        return ExpectedPull(self.request, self.reader.pull, self.reader.rank, until - now)
 
     def make_plan(self, clock: Callable[[], float]) -> None:
         """As :meth:`pdconn.puller.peers.PeerPull.make_plan`."""

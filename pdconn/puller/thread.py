@@ -30,7 +30,7 @@ from pdconn.puller.commands import (
     ClaimTicket,
     Command,
     CompareAnew,
-    Expected,
+    ExpectedPull,
     FailedPull,
     FailPull,
     PullRecord,
@@ -203,7 +203,7 @@ class PullResults:
     failed: tuple[FailedPull, ...]
     released: tuple[str, ...]
     claims: tuple[ClaimOutcome, ...] = ()
-    expected: tuple[Expected, ...] = ()
+    expected: tuple[ExpectedPull, ...] = ()
 
     @classmethod
     def from_reports(cls, reports: Iterable[Report]) -> PullResults:
@@ -214,7 +214,7 @@ class PullResults:
             tuple(report for report in reports if isinstance(report, FailedPull)),
             tuple(report.request for report in reports if isinstance(report, Released)),
             tuple(report for report in reports if isinstance(report, ClaimOutcome)),
-            tuple(report for report in reports if isinstance(report, Expected)),
+            tuple(report for report in reports if isinstance(report, ExpectedPull)),
         )
 
     @property

@@ -18,7 +18,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.protocol.compat import DRAFT, UNPROVEN, WEIGHTS, proofs_in
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.commands import ClaimOutcome, Command, Expected
+from pdconn.puller.commands import ClaimOutcome, Command, ExpectedPull
 from pdconn.store.rank_commands import StoreCommand, StoreResult
 from pdconn.vllm.blocks.partial import PartialBlocks, joined
 
@@ -65,7 +65,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
     sums: list[tuple[str, int, LentSums | None]] = field(default_factory=list)
     store: list[StoreResult] = field(default_factory=list)
     claims: list[ClaimOutcome] = field(default_factory=list)
-    expected: list[Expected] = field(default_factory=list)
+    expected: list[ExpectedPull] = field(default_factory=list)
     partial: dict[str, PartialBlocks] = field(default_factory=dict)
     pulled: list[TracedPull] = field(default_factory=list)
 

@@ -56,6 +56,7 @@ Their model is small and random.  This takes minutes, and 1.6 GiB per engine.
                  benchmark, which loads it into these engines alone
   in-tree-push   vLLM's NixlPushConnector.  pdconn proxy asks decode once prefill has
                  answered; vLLM's own proxy for it asks both at once, which hides more
+  pdconn-streams as pdconn; pdconn proxy asks both engines at once (--streams on)
 
 examples:
   pdconn bench serve

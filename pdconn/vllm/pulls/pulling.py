@@ -25,7 +25,7 @@ from pdconn.puller.commands import (
     ClaimOutcome,
     ClaimTicket,
     Command,
-    Expected,
+    ExpectedPull,
     FailPull,
     ReadBlocks,
 )
@@ -395,7 +395,7 @@ class Pulling(SchedulerPart):
         for request_id in received:
             self.end_pull(request_id)
 
-    def _note_expected(self, expected: Iterable[Expected]) -> None:
+    def _note_expected(self, expected: Iterable[ExpectedPull]) -> None:
         for one in expected:
             tracked = self._tracked.get(one.request)
             if tracked is not None and tracked.claim.pull == one.pull:

@@ -25,10 +25,10 @@ from pdconn.tools.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
     AskCpu,
+    CanLend,
     CannotLend,
     ControlConnection,
     Open,
-    Opened,
     Shut,
     Used,
 )
@@ -70,7 +70,7 @@ def opened(control: ControlConnection, **settings: object) -> object:
 
 def test_a_lender_lends_gives_back_and_counts_its_cpu(control: ControlConnection) -> None:
     answer = opened(control)
-    assert isinstance(answer, Opened)
+    assert isinstance(answer, CanLend)
     assert [one.rank for one in answer.lent] == [0, 1]
     assert answer.facts["nixl"]
     for message in (AskCpu(), Shut(), Shut()):
@@ -95,7 +95,7 @@ def test_what_cannot_be_lent_is_refused_and_the_lender_goes_on(
     answer = opened(control, **settings)
     assert isinstance(answer, CannotLend)
     assert re.search(why, answer.why), answer.why
-    assert isinstance(opened(control), Opened)
+    assert isinstance(opened(control), CanLend)
 
 
 def test_an_invalid_message_ends_the_connection_with_a_reason() -> None:

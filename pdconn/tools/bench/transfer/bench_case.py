@@ -12,11 +12,11 @@ from pdconn.tools.bench.bench_errors import LenderFailed, WrongBytes
 from pdconn.tools.bench.transfer.arena import BenchMemory, copy
 from pdconn.tools.bench.transfer.control import (
     AskCpu,
+    CanLend,
     CannotLend,
     ControlConnection,
     FromLender,
     Open,
-    Opened,
     Shut,
     Used,
 )
@@ -211,10 +211,10 @@ class OpenCase(Closing):
 
     # The lender
 
-    def _ask(self, message: Open) -> Opened:
+    def _ask(self, message: Open) -> CanLend:
         self._control.send_message(message)
         match self._control.receive_message():
-            case Opened() as opened:
+            case CanLend() as opened:
                 return opened
             case CannotLend(why):
                 raise LenderFailed(f"the lender refuses: {why}")

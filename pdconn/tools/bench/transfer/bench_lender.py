@@ -21,12 +21,12 @@ from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
+    CanLend,
     CannotLend,
     ControlConnection,
     FromLender,
     Lent,
     Open,
-    Opened,
     Shut,
     ToLender,
     Used,
@@ -58,7 +58,7 @@ class BenchLender(Closing):
         """Release everything."""
         self._stack.close()
 
-    def _open(self, asked: Open, max_nbytes: int) -> Opened:
+    def _open(self, asked: Open, max_nbytes: int) -> CanLend:
         if asked.path not in PATHS:
             raise BadOption("path", ", ".join(PATHS), asked.path)
         if not 0 < asked.num_blocks <= max_nbytes:
@@ -86,7 +86,7 @@ class BenchLender(Closing):
             facts |= transport.describe()
             if rival is not None:
                 rival.register_memory(arena.memory)
-        return Opened(tuple(lent), facts, "" if rival is None else rival.address)
+        return CanLend(tuple(lent), facts, "" if rival is None else rival.address)
 
 
 def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> None:

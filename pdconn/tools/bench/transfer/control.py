@@ -2,7 +2,7 @@
 
     reader                          lender
     Open(shape, blocks, ranks) ──►  allocates, fills, registers
-                              ◄──   Opened(memory, address) | CannotLend(reason)
+                              ◄──   CanLend(memory, address) | CannotLend(reason)
     AskCpu                    ──►
                               ◄──   Used(seconds of CPU so far)
     Shut                      ──►   frees the memory
@@ -55,7 +55,7 @@ class Lent(msgspec.Struct, frozen=True):
     address: bytes
 
 
-class Opened(msgspec.Struct, tag=True, frozen=True):
+class CanLend(msgspec.Struct, tag=True, frozen=True):
     """The memory that :class:`Open` requested; ``facts`` describe the lender's machine.
 
     ``mooncake`` is the address of Mooncake's engine, empty without one.
@@ -87,7 +87,7 @@ class CannotLend(msgspec.Struct, tag=True, frozen=True):
 
 
 ToLender = Open | AskCpu | Shut
-FromLender = Opened | Used | CannotLend
+FromLender = CanLend | Used | CannotLend
 Incoming = TypeVar("Incoming")
 
 AT_LENDER: msgspec.msgpack.Decoder[ToLender] = msgspec.msgpack.Decoder(ToLender)
