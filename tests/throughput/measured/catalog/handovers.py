@@ -178,7 +178,7 @@ FOLLOWED = Benchmark(
         Table(("chunks",), "measured", _FOLLOWED_COLUMNS, _MODES),
         Table(("links",), "measured", {"link, Mbit/s": "{mbits:.0f}", **_FOLLOWED_COLUMNS}, _MODES),
     ),
-    drop=frozenset({"runs"}),
+    drop=frozenset({"runs", "settings"}),
     packages=("vllm", "nixl"),
     needs=(ENGINE, NIXL, Need("root, for network namespaces", lambda: why_not() is None)),
 )  # fmt: skip
