@@ -23,6 +23,7 @@ from pdconn.puller.commands import (
     ClaimTicket,
     Command,
     CompareAnew,
+    ExpectedPull,
     FailedPull,
     FailPull,
     PullRecord,
@@ -138,6 +139,12 @@ class ScriptedPuller:
         if not pull.is_granted and pull.failed is None:
             pull.is_granted = True
             self._tell(pull)
+
+    def expect(self, request: str, in_s: float) -> None:
+        """Nothing will come of a pull for so many seconds."""
+        self._reports.append(
+            ExpectedPull(request, self.pulls[request].claim.pull, self._rank, in_s)
+        )
 
     def complete(self, request: str) -> None:
         """The lender has computed all that an early ticket is for."""
