@@ -242,10 +242,11 @@ class LenderSessions:
                 self._reply_later(session, reply)
         elif self._leases.may_add(command.offer.request):
             self.counts["lent"] += 1
-            self._leases.add_lease(command.offer)
+            freed = self._leases.add_lease(command.offer)
             for session, reply in self._streams.complete(command):
                 self._reply_later(session, reply)
-            if not self._streams.has_stream(command.offer.request):
+            self._free(freed)
+            if not freed and not self._streams.has_stream(command.offer.request):
                 # Its adapter was not known before, or its lease has ended.
                 self._open_stream(command.opening, now)
                 for session, reply in self._streams.complete(command):
@@ -258,6 +259,8 @@ class LenderSessions:
             if not session.leaving:
                 self._follow(session, follow, now)
                 self._pending.append(session)
+        for reader in self._streams.take_left(offer.stream):
+            self._free(self._leases.leave_lease(offer.request, reader, now))
 
     def turn(self, now: float) -> Turn:
         """Free the leases that have expired, and make at most one checksum answer."""
@@ -443,7 +446,7 @@ class LenderSessions:
         if self._is_claimed_elsewhere(session, request, reader, now):
             self.counts["done_rejected"] += 1
             return
-        self._streams.remove_reader(request, reader)
+        self._streams.leave_stream(request, reader)
         is_ours = reader in session.claimed.get(request, ())
         self._drop_claim(session, request, reader)
         # A reader of a stream may not have heard of the ticket, or there will be none; it knows the

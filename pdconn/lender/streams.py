@@ -141,6 +141,7 @@ class StreamTable(Generic[S]):
         self._ended: OrderedDict[str, tuple[RefusalReason, str]] = OrderedDict()
         self._remember = remember
         self._parked: dict[str, dict[Reader, tuple[S, Follow]]] = {}
+        self._left: OrderedDict[str, set[Reader]] = OrderedDict()
         self._num_parked = 0
         self._parked_of: Counter[S] = Counter()
         # When the wait of a reader is over; it may be over already.
@@ -161,6 +162,20 @@ class StreamTable(Generic[S]):
         self._streams[offer.stream] = _Stream(offer)
         self._of_request[offer.request] = offer.stream
         return self._take_parked(offer.stream)
+
+    def leave_stream(self, name: str, reader: Reader) -> None:
+        """As :meth:`remove_reader`; that a parked one has left is remembered."""
+        if reader in self._parked.get(name, ()):
+            left = self._left.setdefault(name, set())
+            if len(left) < MAX_PARKED_OF_ONE:
+                left.add(reader)
+            while len(self._left) > self._remember:
+                self._left.popitem(last=False)
+        self.remove_reader(name, reader)
+
+    def take_left(self, stream: str) -> set[Reader]:
+        """Readers that were parked, and have left before their stream was opened."""
+        return self._left.pop(stream, set())
 
     def request_of(self, stream: str) -> str | None:
         """The request of an open stream."""

@@ -9,7 +9,8 @@
 
 *Completed*: the request, which readers follow while it is computed, has ended, and there is a
 ticket for its blocks.  Until then claims are granted and nothing is confirmed.  *Consumed*: every
-rank of one pull has reported done.  *Expired*: the deadline has passed.  *Aborted*: the engine
+rank of one pull has reported done; what a growing lease hears of that counts once it is complete.
+*Expired*: the deadline has passed.  *Aborted*: the engine
 wants the blocks back.  While CLOSING, no new pull may start; the blocks stay until every claim is
 done or has expired (*drained*, often at once).  *Revoked*: the engine takes the blocks back now,
 and no further claim is confirmed.
@@ -183,6 +184,9 @@ class Lease:
         self._ticket, self._ttl_s = offer.ticket, offer.ttl_s
         claims = (end for pull in self._pulls.values() for end in pull.claims.values())
         self.deadline = max((offer.at + offer.ttl_s, *claims))
+        if any(len(pull.done) == pull.of for pull in self._pulls.values()):
+            self._enter("consumed")
+            self._drain(offer.at)
 
     def _claim(self, reader: Reader, now: float) -> Grant | Denied:
         if self._exceeds_max_pulls(reader):
@@ -231,13 +235,6 @@ class Lease:
 
     def leave(self, reader: Reader, now: float) -> None:
         """As :meth:`done`, for a reader that knows the ticket, or the stream of the request."""
-        if self.state is LeaseState.GROWING:  # others may read it later
-            pull = self._pulls.get(reader.pull)
-            if pull is not None and pull.of == reader.of:
-                pull.claims.pop(reader.rank, None)
-                if not pull.claims:
-                    del self._pulls[reader.pull]
-            return
         if self._exceeds_max_pulls(reader):
             return
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
@@ -343,8 +340,8 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def add_lease(self, offer: LeaseOffer) -> None:
-        """Open a lease, or complete the one that has grown.
+    def add_lease(self, offer: LeaseOffer) -> list[FreedLease]:
+        """Open a lease, or complete the one that has grown; returns it if its reader has left.
 
         Raises:
             ValueError: the request has a lease already, which does not grow.
@@ -357,7 +354,7 @@ class LeaseTable:
             lease.complete(offer)
         else:
             raise ValueError(f"request {offer.request!r} has a lease already")
-        heapq.heappush(self._timers, (lease.deadline, offer.request))
+        return self._settle(offer.request, lease, timer_spent=True)
 
     def claim_lease(
         self, request: str, reader: Reader, ticket: bytes, now: float

@@ -119,6 +119,48 @@ def test_a_reader_that_leaves_before_it_has_heard_of_the_ticket_leaves_the_compl
     assert [str(one.why) for one in freed(of)] == ["read"]
 
 
+@pytest.mark.parametrize("leaves", ["parked", "growing"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["opened", "opened when complete"])
+def test_blocks_are_free_at_once_if_their_reader_has_left_before_they_were_computed(
+    leaves: str, is_late: bool
+) -> None:
+    """Decode holds the prompt already; the lease lasted its time."""
+    left_early(leaves, is_late)
+
+
+def left_early(leaves: str, is_late: bool) -> None:
+    of = lender()
+    session = greeted(of)
+    done = Done(STREAM, Reader("d/1", 0, 1), EARLY)
+    say(of, session, follow(), *([done] if leaves == "parked" else []))
+    if not is_late:
+        apply(of, offer(), growth(0, 1))
+    if leaves == "growing":
+        say(of, session, done, now=1.0)
+    assert not freed(of)
+    apply(of, completion())
+    assert [str(one.why) for one in freed(of)] == ["read"]
+    assert of.num_streams == 0
+
+
+def test_that_law_notices_a_lender_that_forgets_who_was_parked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StreamTable, "take_left", lambda self, stream: set())
+    with pytest.raises(AssertionError):
+        left_early("parked", is_late=False)
+
+
+def test_who_was_parked_and_has_left_takes_bounded_room() -> None:
+    table: StreamTable[str] = StreamTable(remember=8)
+    for number in range(20):
+        message = Follow(1, f"{number:016}", Reader("d/1", 0, 1))
+        table.park_reader("session", message, 0.0)
+        table.leave_stream(message.stream, message.reader)
+    assert len(table) == 0
+    assert sum(len(table.take_left(f"{number:016}")) for number in range(20)) == 8
+
+
 def test_a_request_that_is_lent_already_is_not_followed() -> None:
     """An engine's client chooses names of requests; ``ValueError`` ended the lender's thread."""
     of = lender()

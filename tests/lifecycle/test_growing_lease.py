@@ -64,15 +64,25 @@ def test_a_ticket_claims_nothing_while_there_is_none() -> None:
     assert refusal(growing().claim(READER, TICKET, 1.0)) is RefusalReason.ALTERED
 
 
-def test_a_reader_that_leaves_early_consumes_nothing() -> None:
+@pytest.mark.parametrize("has_claimed", [True, False])
+def test_what_its_reader_has_left_early_is_free_once_it_is_complete(has_claimed: bool) -> None:
     lease = growing()
-    lease.follow(READER, 1.0)
+    if has_claimed:
+        lease.follow(READER, 1.0)
     lease.leave(READER, 2.0)
     assert lease.state is LeaseState.GROWING
     complete(lease, 3.0)
-    assert lease.state is LeaseState.HELD
-    assert lease.claim(OTHER, TICKET, 4.0) == Grant(TTL_S)
-    assert lease.claim(READER, TICKET, 4.0) == Grant(TTL_S)  # it may come back
+    assert lease.freed is Freed.READ
+
+
+def test_what_one_reader_has_left_early_stays_for_another_that_has_claimed_it() -> None:
+    lease = growing()
+    lease.follow(OTHER, 1.0)
+    lease.leave(READER, 2.0)
+    complete(lease, 3.0)
+    assert lease.state is LeaseState.CLOSING
+    assert lease.confirm(OTHER, TICKET, 4.0) is None
+    assert lease.freed is Freed.READ
 
 
 def test_a_complete_lease_holds_for_its_time_and_for_every_claim() -> None:
@@ -118,7 +128,7 @@ class GrowingMachine(LawMachine):
     def follow(self, reader: Reader) -> None:
         answer = self.table.follow_lease("r", reader, self.now)
         is_claimed = self.believed.get(reader, -1.0) > self.now
-        if not (self.is_complete or self.is_aborted or self.freed):
+        if not (self.is_complete or self.is_aborted or self.freed or reader in self.consumed):
             assert isinstance(answer, Grant), f"refused while it grows: {answer}"
         if isinstance(answer, Grant):
             assert not self.freed, "granted after its end"
@@ -165,8 +175,7 @@ class GrowingMachine(LawMachine):
             ended = self.table.end_claim("r", reader, TICKET, self.now)
         if knows or self.is_complete:
             self.believed.pop(reader, None)
-            if not is_growing:
-                self.consumed.add(reader)
+            self.consumed.add(reader)
         assert not (is_growing and ended), "a reader that leaves has ended a growing lease"
         self.end(ended)
 
@@ -177,8 +186,8 @@ class GrowingMachine(LawMachine):
     def complete(self, ttl_s: float) -> None:
         if self.freed:
             return
-        self.table.add_lease(LeaseOffer("r", TICKET, ttl_s, self.now))
         self.is_complete, self.open_until = True, self.now + ttl_s
+        self.end(self.table.add_lease(LeaseOffer("r", TICKET, ttl_s, self.now)))
 
     @rule(how=st.sampled_from([None, None, "abort", "revoke"]))
     def end_lease(self, how: str | None) -> None:
@@ -201,6 +210,14 @@ class GrowingMachine(LawMachine):
     def it_stays_while_it_grows(self) -> None:
         if self.freed and not (self.is_complete or self.is_aborted):
             assert self.freed[0].why is Freed.ABORTED, "it grows, and has ended"
+
+    @invariant()
+    def it_ends_once_a_pull_has_read_or_left_it(self) -> None:
+        if not self.is_complete or self.freed:
+            return
+        holding = [reader for reader, end in self.believed.items() if end > self.now]
+        over = [pull for pull in "pq" if {Reader(pull, n, 2) for n in (0, 1)} <= self.consumed]
+        assert holding or not over, f"{over} have left it, and it is lent"
 
     def granted(self, reader: Reader, answer: Grant) -> None:
         self.believed[reader] = self.now + answer.ttl_s
@@ -257,6 +274,15 @@ class ConsumedWhileGrowing(Lease):
         super().leave(reader, now)
 
 
+class ForgetsWhoHasLeft(Lease):
+    """Waits for readers that have left while it grew."""
+
+    def complete(self, offer: LeaseOffer) -> None:
+        for pull in self._pulls.values():
+            pull.done.clear()
+        super().complete(offer)
+
+
 class ForgetsClaims(Lease):
     """Holds a complete lease for its own time, whatever was granted before."""
 
@@ -298,7 +324,7 @@ class RevokedUnderNobody(Lease):
 
 BROKEN = (
     ConfirmsAnything, ConsumedWhileGrowing, ForgetsClaims, ExpiresWhileGrowing, KeepsAborted,
-    RevokedUnderNobody,
+    ForgetsWhoHasLeft, RevokedUnderNobody,
 )  # fmt: skip
 
 

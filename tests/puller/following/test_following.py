@@ -130,16 +130,15 @@ def test_a_request_that_ends_early_fails_its_readers(following: Following) -> No
     assert following.pair.freed() == "aborted"
 
 
-def test_a_reader_that_leaves_early_leaves_the_lease_to_others(following: Following) -> None:
+def test_what_its_reader_has_left_early_is_free_once_it_is_complete(following: Following) -> None:
     following.follow()
     following.open()
     following.begin()
     following.await_outcomes(1)
     following.pair.cancel("d")
     following.pair.wait(lambda: num_open(following.pair.puller) == 0)
-    ticket = following.complete()
-    following.pair.pull("other", ticket)
-    assert following.pair.outcome_of("other") is None
+    assert not following.pair.lender.take_freed()
+    following.complete()
     assert following.pair.freed() == "read"
 
 
