@@ -130,7 +130,8 @@ class StreamTable(Generic[S]):
     """Open streams, and parked readers of others, by session.
 
     Args:
-        remember: ended streams that are kept by name, so that a late reader is refused at once.
+        remember: ended streams that are kept by name, so that a late reader is refused at once; and
+            readers that have left before their stream was opened.
 
     Memory of an open stream: 8 bytes for each block that was announced.
     """
@@ -142,6 +143,7 @@ class StreamTable(Generic[S]):
         self._remember = remember
         self._parked: dict[str, dict[Reader, tuple[S, Follow]]] = {}
         self._left: OrderedDict[str, set[Reader]] = OrderedDict()
+        self._num_left = 0
         self._num_parked = 0
         self._parked_of: Counter[S] = Counter()
         # When the wait of a reader is over; it may be over already.
@@ -167,15 +169,17 @@ class StreamTable(Generic[S]):
         """As :meth:`remove_reader`; that a parked one has left is remembered."""
         if reader in self._parked.get(name, ()):
             left = self._left.setdefault(name, set())
-            if len(left) < MAX_PARKED_OF_ONE:
-                left.add(reader)
-            while len(self._left) > self._remember:
-                self._left.popitem(last=False)
+            self._num_left += reader not in left
+            left.add(reader)
+            while self._num_left > self._remember:
+                self._num_left -= len(self._left.popitem(last=False)[1])
         self.remove_reader(name, reader)
 
     def take_left(self, stream: str) -> set[Reader]:
         """Readers that were parked, and have left before their stream was opened."""
-        return self._left.pop(stream, set())
+        left = self._left.pop(stream, set())
+        self._num_left -= len(left)
+        return left
 
     def request_of(self, stream: str) -> str | None:
         """The request of an open stream."""

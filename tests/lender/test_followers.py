@@ -151,14 +151,21 @@ def test_that_law_notices_a_lender_that_forgets_who_was_parked(
         left_early("parked", is_late=False)
 
 
-def test_who_was_parked_and_has_left_takes_bounded_room() -> None:
+@pytest.mark.parametrize("num_streams", [1, 4, 20])
+def test_who_was_parked_and_has_left_takes_bounded_room(num_streams: int) -> None:
+    """Readers of one stream, or of many: a table for each stream had room for 2 million."""
     table: StreamTable[str] = StreamTable(remember=8)
+    streams = [f"{number:016}" for number in range(num_streams)]
     for number in range(20):
-        message = Follow(1, f"{number:016}", Reader("d/1", 0, 1))
+        message = Follow(1, streams[number % num_streams], Reader(f"d/{number}", 0, 1))
         table.park_reader("session", message, 0.0)
         table.leave_stream(message.stream, message.reader)
     assert len(table) == 0
-    assert sum(len(table.take_left(f"{number:016}")) for number in range(20)) == 8
+    assert sum(len(table.take_left(stream)) for stream in streams) <= 8
+    message = Follow(1, "another-stream-0", Reader("d/21", 0, 1))
+    table.park_reader("session", message, 0.0)
+    table.leave_stream(message.stream, message.reader)
+    assert table.take_left(message.stream) == {message.reader}, "what was taken leaves room"
 
 
 def test_a_request_that_is_lent_already_is_not_followed() -> None:
