@@ -101,7 +101,7 @@ property: venv
 	PDCONN_EXAMPLES=1000 $(BIN)/python -m pytest -m hypothesis --ignore tests/property -n 2 --timeout 0 $(ARGS)
 
 chaos: venv
-	PDCONN_CHAOS=10000 $(BIN)/python -m pytest tests/simulation --timeout 0 $(ARGS)
+	PDCONN_CHAOS=10000 $(BIN)/python -m pytest tests/simulation -n 2 --timeout 0 $(ARGS)
 
 fuzz: venv
 	PDCONN_FUZZ=200000 $(BIN)/python -m pytest tests/faults/test_fuzz.py tests/faults/test_liars.py --timeout 0 -s $(ARGS)

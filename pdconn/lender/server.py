@@ -192,7 +192,8 @@ class Lender(Closing):
     ) -> None:
         """Let readers that know ``stream`` follow ``request``, which is about to be computed.
 
-        Its lease grows until :meth:`complete_stream` or :meth:`abort_lease`.
+        Its lease grows until :meth:`complete_stream` or :meth:`abort_lease`; as after
+        :meth:`lend`, :meth:`take_freed` returns it once, and ``request`` may be used again.
 
         Args:
             header: tokens that will be lent, the digest of the prompt, and that of its adapter.
@@ -204,10 +205,10 @@ class Lender(Closing):
         """Announce blocks that are written; they stay as they are until the lease has ended."""
         self._inbox.put(StreamGrowth(request, blocks))
 
-    def complete_stream(self, stream: str, ticket: Ticket, ttl_s: float) -> None:
-        """As :meth:`lend`, for the request of a stream, opened or not, that ``ticket`` is of."""
+    def complete_stream(self, ticket: Ticket, ttl_s: float) -> None:
+        """As :meth:`lend`, for the request of an open stream; nothing if its lease has ended."""
         offer = LeaseOffer(ticket.request_id, ticket.digest(), ttl_s, self._clock())
-        self._inbox.put(StreamCompletion(offer, stream, ticket))
+        self._inbox.put(StreamCompletion(offer, ticket))
 
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
         """Add the sums that ``rank`` made of what ``request`` lends, for readers that verify."""

@@ -233,24 +233,19 @@ class LenderSessions:
     def _apply_stream_command(self, command: StreamCommand, now: float) -> None:
         """Open, grow or complete a stream, and have its readers hear of it."""
         if isinstance(command, StreamOffer):
-            # Clients choose names of requests: one whose name is lent is not followed.
-            if not self._leases.is_lent(command.request):
-                self._leases.add_lease(command.lease)
-                self._open_stream(command, now)
+            self._leases.add_lease(command.lease)
+            self._open_stream(command, now)
         elif isinstance(command, StreamGrowth):
             for session, reply in self._streams.grow(command):
                 self._reply_later(session, reply)
-        elif self._leases.may_add(command.offer.request):
+        elif self._leases.is_growing(command.offer.request):
             self.counts["lent"] += 1
-            freed = self._leases.add_lease(command.offer)
+            freed = self._leases.complete_lease(command.offer)
             for session, reply in self._streams.complete(command):
                 self._reply_later(session, reply)
             self._free(freed)
-            if not freed and not self._streams.has_stream(command.offer.request):
-                # Its adapter was not known before, or its lease has ended.
-                self._open_stream(command.opening, now)
-                for session, reply in self._streams.complete(command):
-                    self._reply_later(session, reply)
+        # A lease that has ended meanwhile is not lent again: the report of its end, which the
+        # engine has not taken yet, frees all that it has pinned under this name.
 
     def _open_stream(self, offer: StreamOffer, now: float) -> None:
         """Open a stream, and let the readers that wait for it follow it."""

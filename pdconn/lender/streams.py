@@ -85,18 +85,10 @@ class StreamGrowth:
 
 @dataclass(frozen=True, slots=True)
 class StreamCompletion:
-    """The request of a stream, opened or not, is lent by ``ticket``."""
+    """The request of an open stream is lent by ``ticket``, unless its lease has ended."""
 
     offer: LeaseOffer
-    stream: str
     ticket: Ticket
-
-    @property
-    def opening(self) -> StreamOffer:
-        """The stream, as it would have been opened."""
-        ticket, offer = self.ticket, self.offer
-        header = ticket.num_tokens, ticket.prompt, ticket.adapter
-        return StreamOffer(ticket.request_id, self.stream, *header, offer.ttl_s, offer.at)
 
 
 @dataclass(slots=True)

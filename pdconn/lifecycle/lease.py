@@ -340,20 +340,28 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def add_lease(self, offer: LeaseOffer) -> list[FreedLease]:
-        """Open a lease, or complete the one that has grown; returns it if its reader has left.
+    def add_lease(self, offer: LeaseOffer) -> None:
+        """Open a lease.
 
         Raises:
-            ValueError: the request has a lease already, which does not grow.
+            ValueError: the request has a lease already.
         """
-        lease = self._leases.get(offer.request)
-        if lease is None:
-            self._ended.pop(offer.request, None)
-            lease = self._leases[offer.request] = Lease(offer)
-        elif lease.state is LeaseState.GROWING:
-            lease.complete(offer)
-        else:
+        if offer.request in self._leases:
             raise ValueError(f"request {offer.request!r} has a lease already")
+        self._ended.pop(offer.request, None)
+        lease = self._leases[offer.request] = Lease(offer)
+        self._settle(offer.request, lease, timer_spent=True)
+
+    def complete_lease(self, offer: LeaseOffer) -> list[FreedLease]:
+        """Complete the lease of ``offer.request``, which grows; returns it if its reader has left.
+
+        Raises:
+            ValueError: the request has no lease that grows.
+        """
+        if not self.is_growing(offer.request):
+            raise ValueError(f"request {offer.request!r} has no lease that grows")
+        lease = self._leases[offer.request]
+        lease.complete(offer)
         return self._settle(offer.request, lease, timer_spent=True)
 
     def claim_lease(
@@ -372,10 +380,10 @@ class LeaseTable:
         """Whether the lease of ``request`` has not ended."""
         return request in self._leases
 
-    def may_add(self, request: str) -> bool:
-        """Whether :meth:`add_lease` opens or completes a lease of ``request``."""
+    def is_growing(self, request: str) -> bool:
+        """Whether ``request`` has a lease that grows."""
         lease = self._leases.get(request)
-        return lease is None or lease.state is LeaseState.GROWING
+        return lease is not None and lease.state is LeaseState.GROWING
 
     def is_claimed(self, request: str, reader: Reader, now: float) -> bool:
         """Whether this reader holds a claim that has not expired."""

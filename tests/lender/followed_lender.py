@@ -66,11 +66,11 @@ def growth(first: int, *ids: int, request: str = "r") -> StreamGrowth:
 
 
 def completion(
-    request: str = "r", stream: str = STREAM, ids: Iterable[int] = (1, 2, 3), at: float = 0.0
+    request: str = "r", ids: Iterable[int] = (1, 2, 3), at: float = 0.0
 ) -> StreamCompletion:
     blocks = (BlockList(0, tuple(ids)),)
     ticket = Ticket("p", "boot", request, "h", 1, 4 * NUM_BLOCKS, "prompt", blocks)
-    return StreamCompletion(LeaseOffer(request, ticket.digest(), TTL_S, at), stream, ticket)
+    return StreamCompletion(LeaseOffer(request, ticket.digest(), TTL_S, at), ticket)
 
 
 def apply(of: LenderSessions, *commands: EngineCommand, now: float = 0.0) -> None:

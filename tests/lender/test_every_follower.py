@@ -21,6 +21,7 @@ from pdconn.lender.sessions import (
     LenderSessions,
     RevokeAll,
     Session,
+    StreamCommand,
 )
 from pdconn.lender.streams import (
     PARK_S,
@@ -145,9 +146,19 @@ class FollowersMachine(LawMachine):
     def complete(self, which: int, more: int) -> None:
         one = self.running()[which % len(self.running())]
         one.blocks += [7 + at for at in range(more)]
+        if not one.is_lent:
+            apply(self.of, offer(one.request, one.stream, self.now), now=self.now)
         one.is_lent = True
-        one.done = completion(one.request, one.stream, one.blocks, at=self.now)
+        one.done = completion(one.request, one.blocks, at=self.now)
         apply(self.of, one.done, now=self.now)
+        self.hear()
+
+    @precondition(lambda self: self.ended())
+    @rule(which=WHICH)
+    def complete_late(self, which: int) -> None:
+        """The engine has not taken the report of the lease's end yet."""
+        one = self.ended()[which % len(self.ended())]
+        apply(self.of, completion(one.request, [*one.blocks, 7], at=self.now), now=self.now)
         self.hear()
 
     @precondition(lambda self: self.requests)
@@ -328,6 +339,10 @@ class FollowersMachine(LawMachine):
     def running(self) -> list[Followed]:
         return [one for one in self.requests if one.done is None and not one.is_over]
 
+    def ended(self) -> list[Followed]:
+        """Requests whose streams were open, and whose leases the engine has ended."""
+        return [one for one in self.requests if one.is_lent and one.done is None and one.is_over]
+
     def speaking(self) -> list[Reading]:
         return [each for each in self.readings if each.may_speak]
 
@@ -383,6 +398,16 @@ def _one_of_the_overdue(table: StreamTable[Session], now: float) -> list[Any]:
     return OVERDUE(table, now)[:1]
 
 
+def lends_again(sessions: LenderSessions, command: StreamCommand, now: float) -> None:
+    """Opens another lease for the ticket of a request whose lease has ended."""
+    if isinstance(command, StreamCompletion):
+        request = command.offer.request
+        if not sessions._leases.is_lent(request):
+            sessions._leases.add_lease(command.offer)
+    APPLY(sessions, command, now)
+
+
+APPLY = LenderSessions._apply_stream_command
 GROW, ADD_READER = StreamTable.grow, StreamTable.add_reader
 OPEN, OVERDUE = StreamTable.open_stream, StreamTable.take_overdue
 
@@ -397,6 +422,7 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "lets anyone end a claim": (LenderSessions, "_is_claimed_elsewhere", lambda *_: False),
     "lets nobody leave": (LeaseTable, "leave_lease", lambda *_: []),
     "frees under readers": (Lease, "_drain", lambda lease, _: lease._enter("drained")),
+    "lends again what has ended": (LenderSessions, "_apply_stream_command", lends_again),
     "confirms while it grows": (Lease, "confirm", lambda lease, *_: None),
     "loses replies": (
         LenderSessions,

@@ -19,7 +19,6 @@ from pdconn.lender.streams import (
     PARK_S,
     StreamTable,
 )
-from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.protocol.limits import MAX_GROUPS
 from pdconn.protocol.messages import (
     Claim,
@@ -138,7 +137,7 @@ def left_early(leaves: str, is_late: bool) -> None:
     if leaves == "growing":
         say(of, session, done, now=1.0)
     assert not freed(of)
-    apply(of, completion())
+    apply(of, *([offer()] if is_late else []), completion())
     assert [str(one.why) for one in freed(of)] == ["read"]
     assert of.num_streams == 0
 
@@ -168,25 +167,22 @@ def test_who_was_parked_and_has_left_takes_bounded_room(num_streams: int) -> Non
     assert table.take_left(message.stream) == {message.reader}, "what was taken leaves room"
 
 
-def test_a_request_that_is_lent_already_is_not_followed() -> None:
-    """An engine's client chooses names of requests; ``ValueError`` ended the lender's thread."""
-    of = lender()
-    lent = LeaseOffer("r", b"t" * 16, TTL_S, 0.0)
-    apply(of, lent, offer(), growth(0, 1), completion())
-    session = greeted(of)
-    assert [type(one) for one in say(of, session, follow())] == [Parked]
-    [answer] = say(of, session, Claim(2, "r", Reader("d/2", 0, 1), b"t" * 16))
-    assert isinstance(answer, Granted)
-
-
-def test_a_request_that_gives_way_to_readers_is_not_followed_again() -> None:
+@pytest.mark.parametrize("is_claimed", [False, True], ids=["freed", "closing"])
+def test_a_request_whose_lease_was_ended_is_not_lent_by_a_ticket_of_later(is_claimed: bool) -> None:
+    """The engine has written it before it took the report; that frees the ticket's blocks, too."""
     of = lender()
     apply(of, offer())
     session = greeted(of)
-    say(of, session, follow())
-    apply(of, Abort("r"), offer(stream="t" * 16), completion(stream="t" * 16))
-    assert of.num_lent == 1
+    if is_claimed:
+        say(of, session, follow())
+    apply(of, Abort("r"), completion())
+    ticket = completion().ticket.digest()
+    heard(session)
+    [answer] = say(of, session, Claim(2, "r", Reader("d/2", 0, 1), ticket))
+    assert isinstance(answer, Refused)
+    assert answer.why is RefusalReason.ABORTED
     of.turn(2 * TTL_S)
+    assert [str(one.why) for one in freed(of)] == ["aborted"]
     assert of.num_lent == of.num_streams == 0
 
 

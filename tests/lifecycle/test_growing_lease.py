@@ -187,7 +187,7 @@ class GrowingMachine(LawMachine):
         if self.freed:
             return
         self.is_complete, self.open_until = True, self.now + ttl_s
-        self.end(self.table.add_lease(LeaseOffer("r", TICKET, ttl_s, self.now)))
+        self.end(self.table.complete_lease(LeaseOffer("r", TICKET, ttl_s, self.now)))
 
     @rule(how=st.sampled_from([None, None, "abort", "revoke"]))
     def end_lease(self, how: str | None) -> None:

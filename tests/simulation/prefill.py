@@ -118,7 +118,7 @@ class Prefill:
             ticket = self.lent[request] = self._ticket(request, growing.blocks)
             now = self.machine.clock()
             offer = LeaseOffer(request, ticket.digest(), growing.ttl_s, now)
-            self.sessions.apply_command(StreamCompletion(offer, growing.stream, ticket), now)
+            self.sessions.apply_command(StreamCompletion(offer, ticket), now)
             self.turn()
             self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
             return

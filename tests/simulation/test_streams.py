@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdconn.lender.sessions import LenderSessions
 from pdconn.lifecycle.pull import Effect, Pull, StartRead
 from pdconn.protocol.messages import Completed
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.following import FollowedStream
+from tests.lender.test_every_follower import lends_again
 from tests.simulation.following import FollowingDecode
 from tests.simulation.laws import LawBroken
 from tests.simulation.prefill import Growing, Prefill
@@ -136,6 +138,15 @@ def test_a_reader_that_does_not_compare_positions_is_noticed(
     monkeypatch.setattr(FollowedStream, "complete", credulous)
     monkeypatch.setattr(FollowedStream, "grow", trusting)
     breaks("holds another request's KV", MOVING)
+
+
+def test_a_lease_that_is_opened_for_the_ticket_of_one_that_has_ended_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that stands still hears of the end of a lease after it has written the ticket."""
+    monkeypatch.setattr(LenderSessions, "_apply_stream_command", lends_again)
+    stops = Chances(**{**vars(CALM), "abort": 0.9, "freeze": 0.9, "pause": 0.9, "chunk_s": 0.2})
+    breaks("law 5: prefill. has leases of nothing", stops)
 
 
 def believing_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.config import Settings
 from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers, num_held
-from pdconn.vllm.lends.growing import GrowingRequests
+from pdconn.vllm.lends.growing import GrowingRequest, GrowingRequests
 from pdconn.vllm.lends.pins import (
     PREFIX_LEASE_S,
     PREFIXES,
@@ -311,7 +311,9 @@ class Lending(SchedulerPart):
         if growing is None:
             self._lender.lend(name, ticket.digest(), ttl_s)
         else:
-            self._lender.complete_stream(growing.stream, ticket, ttl_s)
+            if not growing.is_open:  # its adapter was not known before
+                self._open_stream(growing, (ticket.num_tokens, ticket.prompt, ticket.adapter))
+            self._lender.complete_stream(ticket, ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
             terms = Terms(ticket.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
@@ -329,9 +331,15 @@ class Lending(SchedulerPart):
             except TicketError as error:  # its adapter may not have been read yet
                 log.debug("pdconn: not followed yet: %s", error)
                 continue
-            one.is_open = True
-            name, ttl_s = one.request.request_id, self._settings.kv_lease_duration
-            self._lender.open_stream(name, one.stream, header, ttl_s)
+            self._open_stream(one, header)
+
+    def _open_stream(self, one: GrowingRequest, header: tuple[int, str, str]) -> None:
+        assert self._lender is not None
+        one.is_open = True
+        name, ttl_s = one.request.request_id, self._settings.kv_lease_duration
+        # From here on the name has a lease, whose end is reported once.
+        self.pins.pin_more(name, ())
+        self._lender.open_stream(name, one.stream, header, ttl_s)
 
     def _announce(self, growing: GrowingRequests) -> None:
         """Pin and announce blocks that the steps so far have written."""
@@ -397,9 +405,7 @@ class Lending(SchedulerPart):
                 self.growing.note_followed(followed.request)
         for lease in self._lender.take_freed():
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
-            # A stream that nobody followed has pinned nothing.
-            if lease.request in self.pins:
-                self.pins.unpin_lease(lease.request)
+            self.pins.unpin_lease(lease.request)
             if self.growing is not None:
                 self.growing.remove_request(lease.request)
             self._lent.forget_ticket(lease.request)
@@ -423,7 +429,7 @@ class Lending(SchedulerPart):
         if self.pins.is_pool_used_by_others(self.prefixes.pinned_blocks()):
             return
         self.prefixes.unpin_prefixes()
-        if not self.pins and not self.growing:
+        if not self.pins:
             return
         log.info("pdconn: cache reset: ending leases: leases=%d", len(self.pins))
         self._lender.abort_all()
@@ -458,7 +464,7 @@ class Lending(SchedulerPart):
         """
         self._end_leases(self.pins.give_way_all(LeaseKind.ANSWER))
         self.unpin_freed()
-        if not self.pins:
+        if not self.pins.num_blocks:
             return False
         left_s = until - self._clock()
         if self._said_of_stop != (left_s > 0):

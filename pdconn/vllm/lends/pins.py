@@ -51,7 +51,10 @@ UNCLAIMED = 1 / 3
 
 
 class LeasePins:
-    """Pinned blocks, by the request that is lent.  Only on the engine's thread.
+    """Pinned blocks, by the request that has a lease.  Only on the engine's thread.
+
+    A request is in it until the report of its lease's end is taken, also one of which no block is
+    pinned yet, so that a lease of the same name cannot be taken for it.
 
     Args:
         shares: bounds of the kinds that have some, and whose leases yield.

@@ -146,7 +146,7 @@ class BlockWaits(SchedulerPart):
             return
         # 1. Nothing is computed or loaded, and a request waits.
         is_still = not (num_scheduled or self._loading) and (waits or self._prompts.holds_back)
-        self._still_since = _since(self._still_since, now, is_still and len(pins) > 0)
+        self._still_since = _since(self._still_since, now, is_still and pins.num_blocks > 0)
         # 2. No request is admitted while prompts are lent, although others compute.
         admits_none = waits and pins.count_leases(LeaseKind.PROMPT) > 0
         self._none_since = _since(self._none_since, now, admits_none)

@@ -75,9 +75,9 @@ class InlineLender:
     def grow_stream(self, request: str, blocks: tuple[GrownBlocks, ...]) -> None:
         self._inbox.append(StreamGrowth(request, blocks))
 
-    def complete_stream(self, stream: str, ticket: Ticket, ttl_s: float) -> None:
+    def complete_stream(self, ticket: Ticket, ttl_s: float) -> None:
         offer = LeaseOffer(ticket.request_id, ticket.digest(), ttl_s, self._clock())
-        self._inbox.append(StreamCompletion(offer, stream, ticket))
+        self._inbox.append(StreamCompletion(offer, ticket))
 
     def take_freed(self) -> list[FreedLease]:
         freed = [report for report in self._reports if isinstance(report, FreedLease)]

@@ -155,7 +155,7 @@ def open_stream(both: Both) -> None:
 def complete_stream(both: Both) -> bytes:
     """The digest of the ticket."""
     made = Ticket("p", "boot", "r", "h", 1, 12, "prompt", (BlockList(0, (3, 4, 5)),))
-    both.lender.complete_stream(STREAM, made, LONG_S)
+    both.lender.complete_stream(made, LONG_S)
     return made.digest()
 
 
@@ -188,12 +188,21 @@ def is_followed_before_it_comes(both: Both) -> None:
 
 
 def is_followed_late(both: Both) -> None:
+    open_stream(both)
     digest = complete_stream(both)
     both.say(Follow(1, STREAM, READER), Opened, Granted, Completed)
     both.ends([])
     assert not both.followed
     both.say(Done("r", READER, digest))
     both.ends([("r", "read")])
+
+
+def is_complete_after_its_end(both: Both) -> None:
+    open_stream(both)
+    both.lender.revoke_all()
+    digest = complete_stream(both)
+    both.say(Claim(1, "r", READER, digest), Refused)
+    both.ends([("r", "aborted")])
 
 
 def is_given_up_while_it_waits(both: Both) -> None:
@@ -208,7 +217,8 @@ def is_given_up_while_it_waits(both: Both) -> None:
 
 SCRIPTS: list[Script] = [
     expires, is_read, is_given_up, is_aborted_under_a_reader, is_revoked_under_a_reader,
-    is_followed, is_followed_before_it_comes, is_followed_late, is_given_up_while_it_waits,
+    is_followed, is_followed_before_it_comes, is_followed_late,
+    is_complete_after_its_end, is_given_up_while_it_waits,
 ]  # fmt: skip
 
 

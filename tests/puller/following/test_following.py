@@ -44,7 +44,7 @@ class Following:
 
     def complete(self, *ids: int) -> Ticket:
         ticket = self.pair.ticket("r", (BlockList(0, ids or (3, 4, 5)),))
-        self.pair.lender.complete_stream(STREAM, ticket, TTL_S)
+        self.pair.lender.complete_stream(ticket, TTL_S)
         return ticket
 
     def read(self) -> None:

@@ -66,7 +66,7 @@ class VirtualTime:
         """The lender's thread has its turn meanwhile."""
         CLOCK.advance(seconds)
         if self.engine is not None:
-            self.engine.lender.turn()
+            self.engine.turn()
 
 
 TIME = VirtualTime()
@@ -118,6 +118,7 @@ class Prefilling:
         self.lent: list[Lent] = []
         self.claims: list[Claimed] = []
         self.refusals = 0
+        self.stands_still = False
         TIME.engine = self
         self.begin_boot()
 
@@ -137,6 +138,11 @@ class Prefilling:
         self.claims.clear()  # sessions end with their lender
         for lent in self.lent:
             lent.is_revoked = True
+
+    def turn(self) -> None:
+        """The lender has its turn, unless its thread stands still."""
+        if not self.stands_still:
+            self.lender.turn()
 
     # Requests and steps
 

@@ -158,8 +158,8 @@ class Followed(Prefilling):
         self.pool.free_blocks(others)
 
     def turn(self) -> None:
-        """The lender has its turn, and readers are sent what it has for them."""
-        self.lender.turn()
+        """As that of :class:`Prefilling`; readers are sent what the lender has for them."""
+        super().turn()
         for one in self.followers:
             self._hear(one, one.session.replies)
             one.session.replies.clear()

@@ -23,7 +23,9 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 pytest.importorskip("vllm")
 
+from pdconn.lender.sessions import LenderSessions
 from tests.fakes.scripted.lender import InlineLender
+from tests.lender.test_every_follower import lends_again
 from tests.property.scale import LawMachine, holds, notices
 
 with warnings.catch_warnings():
@@ -150,7 +152,8 @@ class StreamMachine(LawMachine):
         known = [one for one in self.engine.followers if one.believes and one.ticket is not None]
         process()
         for one in known:
-            self.is_told(one)
+            if not self.engine.stands_still:
+                self.is_told(one)
 
     def is_told(self, one: Follower) -> None:
         """Whether a reader knows all that its request's own steps have written."""
@@ -178,6 +181,17 @@ class StreamMachine(LawMachine):
     def wait(self, seconds: float) -> None:
         CLOCK.advance(seconds)
 
+    @rule(steps=st.integers(1, 4), resets=st.booleans())
+    def stand_still(self, steps: int, resets: bool) -> None:
+        """The lender's thread has no core meanwhile."""
+        self.engine.turn()
+        self.engine.stands_still = True
+        if resets:
+            self.reset(preempts=True)
+        self.go_on(steps)
+        self.engine.stands_still = False
+        self.engine.turn()
+
     @rule(preempts=st.booleans())
     def reset(self, preempts: bool) -> None:
         """The cache is cleared; running requests may be computed anew for that."""
@@ -186,6 +200,8 @@ class StreamMachine(LawMachine):
         requests = self.engine.scheduler.requests.items()
         others = [n for n, r in requests if self.engine.blocks(n) and r.status.name != "RUNNING"]
         preempts = preempts and not others and not self.engine.memory.passes
+        if self.engine.stands_still:
+            preempts = preempts and not self.engine.side.pins.num_blocks
         try:
             is_reset = self.engine.scheduler.reset_prefix_cache(preempts)
         except RuntimeError as error:
@@ -234,6 +250,13 @@ class StreamMachine(LawMachine):
             if one.believes:
                 wrong = self.engine.wrong_blocks(one)
                 assert not wrong, f"{one} was told of {wrong}, which hold something else"
+
+    @invariant()
+    def what_is_lent_is_pinned(self) -> None:
+        """The end of a lease is not taken for that of another of its name."""
+        leases = self.engine.lender.sessions._leases._leases
+        unpinned = [name for name in leases if name not in self.engine.side.pins]
+        assert not unpinned, f"{unpinned} are lent, and not pinned"
 
     @invariant()
     def blocks_are_freed_once(self) -> None:
@@ -311,6 +334,35 @@ def test_what_is_followed_is_the_prompt_however_long_the_answer(max_tokens: int)
         engine.process()
     assert one.is_complete
     assert engine.confirm_follower(one)
+    engine.close()
+
+
+@pytest.mark.parametrize("is_followed", [False, True], ids=["nobody has read it", "followed"])
+def test_a_name_is_not_lent_again_before_the_end_of_its_lease_is_known(is_followed: bool) -> None:
+    """A client uses the name of a request that it has aborted, and the lender's thread is slow."""
+    engine = Followed(is_async=False, caches=False)
+    one = follows_all(engine, 1000, 3 * CHUNK, steps=1) if is_followed else None
+    if one is None:
+        engine.arrive("r1000", 1000, 3 * CHUNK, ASKS | {"pdconn": {"stream": "x" * 16}})
+        engine.schedule()
+        engine.process()
+    assert "r1000" in engine.side.pins
+    again = engine.follow("y" * 16, 1000)
+    engine.stands_still = True
+    engine.engine.abort("r1000")
+    engine.arrive("r1000", 1000, CHUNK, ASKS | {"pdconn": {"stream": "y" * 16}})
+    for _ in range(2):
+        engine.schedule()
+        engine.process()
+    assert not engine.lent
+    assert again.ticket is None
+    engine.stands_still = False
+    if one is not None:
+        engine.leave(one)
+    engine.turn()
+    engine.schedule()
+    engine.process()
+    assert len(engine.side.pins) == len(engine.lender.sessions._leases) == 0
     engine.close()
 
 
@@ -416,7 +468,7 @@ class NamesItsBlocks(GrowingRequests):
     [
         (AnnouncesTails, "was told of"),
         (AnnouncesNothing, "is not told"),
-        (NamesItsBlocks, "Completed"),
+        (NamesItsBlocks, "Completed|was told of"),
         (ForgetsNoRequest, "entries of nothing"),
     ],
 )
@@ -432,6 +484,25 @@ def test_they_notice_announced_blocks_that_are_not_pinned(monkeypatch: pytest.Mo
     nothing: Iterable[int] = ()
     monkeypatch.setattr(LeasePins, "pin_more", lambda self, name, ids: pin(self, name, nothing))
     notices(StreamMachine, examples=EXAMPLES, steps=STEPS, what="was told of|is confirmed")
+
+
+def test_they_notice_a_ticket_that_is_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine hears of the end of the first lease, and unpins what the second one lends."""
+    monkeypatch.setattr(LenderSessions, "_apply_stream_command", lends_again)
+    notices(StreamMachine, examples=EXAMPLES, steps=STEPS, what="lent, and not pinned")
+
+
+def test_they_notice_a_lease_that_the_engine_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with that name could be lent before the end of the lease is reported."""
+    pin, unpin = LeasePins.pin_more, LeasePins.unpin_lease
+    monkeypatch.setattr(
+        LeasePins, "pin_more", lambda self, name, ids: pin(self, name, found)
+        if (found := list(ids)) else None,
+    )  # fmt: skip
+    monkeypatch.setattr(
+        LeasePins, "unpin_lease", lambda self, name: unpin(self, name) if name in self else None
+    )
+    notices(StreamMachine, examples=EXAMPLES, steps=STEPS, what="lent, and not pinned")
 
 
 def test_they_notice_streams_that_do_not_end_with_their_requests(
