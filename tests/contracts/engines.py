@@ -50,8 +50,9 @@ from pdconn.puller.commands import ClaimTicket, Command, FailPull
 from pdconn.sidechannel.security import Security
 from pdconn.tools.lab.ports import free_ports
 from tests.fakes.pair import Cache
+from tests.fakes.simulated.block_pool import CountedPool
 from tests.faults.raw_clients import RawReader
-from tests.vllm.lends.scheduler import Pool, untried
+from tests.vllm.lends.scheduler import untried
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HOST = "127.0.0.1"
@@ -136,7 +137,7 @@ class Engine:
         made = PdconnConnector if connector is None else connector
         config = engine_config(self.transfer)
         self.connector: Any = made(config, KVConnectorRole.SCHEDULER, cache_config())
-        self.pool = Pool()
+        self.pool = CountedPool()
         self.connector.bind_gpu_block_pool(self.pool)
         untried(self.connector)
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake()})

@@ -48,7 +48,8 @@ from tests.contracts.engines import (
     engine_config,
     handshake,
 )
-from tests.vllm.lends.scheduler import Pool, untried
+from tests.fakes.simulated.block_pool import CountedPool
+from tests.vllm.lends.scheduler import untried
 
 PROMPT = list(range(100, 141))
 STATS = {"num_lmcache_cached_tokens": 0}
@@ -114,7 +115,7 @@ def multi(order: str, role: str, **extra: Any) -> Any:
         kv_connector_extra_config={"connectors": children(order, role, **extra)},
     )
     made = MultiConnector(engine_config(transfer), KVConnectorRole.SCHEDULER, cache_config())
-    made.bind_gpu_block_pool(Pool())
+    made.bind_gpu_block_pool(CountedPool())
     for each in made.sub_connectors:
         if isinstance(each, PdconnConnector):
             untried(each)

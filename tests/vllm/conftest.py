@@ -15,12 +15,13 @@ from tests.fakes.pair import Cache
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's, for every test below
     from pdconn.vllm.lends.lending import Lending
-    from tests.vllm.lends.scheduler import Clock, Pool
+    from tests.fakes.simulated.block_pool import CountedPool
+    from transport.testing.inprocess.faults import ManualClock
 
 
 @pytest.fixture
-def pool() -> Pool:
-    return Pool()
+def pool() -> CountedPool:
+    return CountedPool()
 
 
 @pytest.fixture
@@ -29,12 +30,12 @@ def lease_s() -> float:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
 
 
 @pytest.fixture
-def lending(pool: Pool, lease_s: float, clock: Clock) -> Iterator[Lending]:
+def lending(pool: CountedPool, lease_s: float, clock: ManualClock) -> Iterator[Lending]:
     [port] = free_ports(1)
     settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
     made = Lending(settings, "p", "boot", (1, 1), clock=clock)

@@ -21,7 +21,8 @@ from pdconn.sidechannel.security import Security, Unprotected
 from pdconn.tools.lab.ports import free_ports
 from pdconn.vllm.lends.lending import Lending
 from tests.fakes.pair import Cache
-from tests.vllm.lends.scheduler import Pool, request
+from tests.fakes.simulated.block_pool import CountedPool
+from tests.vllm.lends.scheduler import request
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other
@@ -53,7 +54,7 @@ def config(role: str = "kv_producer", rank: int = 0, **extra: Any) -> Any:
 @contextmanager
 def lending(given: Any) -> Iterator[Lending]:
     made = Lending(settings_of(given), "p", "boot", (1, 1))
-    made.bind_gpu_block_pool(Pool())
+    made.bind_gpu_block_pool(CountedPool())
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
     made.serve(Welcome.in_our_version("p", "boot", {}, (geometry,)))
     try:

@@ -27,9 +27,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from pdconn.vllm.metadata import PdMetadata
     from pdconn.vllm.store.storing import Storing
+    from tests.fakes.simulated.block_pool import CountedPool
     from tests.fakes.simulated.hooks import allocated, every_group, finished, matched
     from tests.vllm.store.test_extras import adapter
-    from tests.vllm.store.test_storing import Pool
     from tests.vllm.test_engine_thread import MANY, in_flight
 
 PATIENCE_S = 30.0
@@ -61,7 +61,7 @@ class StoredEngine:
         self.ranks = FakeEngine(settings, budget=None)
         until_ready(self.ranks)
         self.store = Storing(settings, None, "writer", every_group())
-        self.pool: Any = Pool()
+        self.pool = CountedPool(100)
         self.store.bind_gpu_block_pool(self.pool)
         self.store._store, self.store._namespace = self.ranks.store, "ns"
 

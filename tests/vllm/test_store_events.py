@@ -19,6 +19,7 @@ from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.store.format.prompt_rows import Chain
 from pdconn.store.format.row import Layer, RowKind, RowLayout, RowName, Section, StoreLayout
 from registration.references import AttentionKind
+from transport.testing.inprocess.faults import ManualClock
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -41,13 +42,6 @@ with warnings.catch_warnings():
 
 ROW, HASH = 64, 16
 WINDOW = 30  # reaches 29 tokens back: a row keeps its last 32
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def section(layer: str, window: int | None, tokens: int) -> Section:
@@ -84,13 +78,13 @@ def _hashing() -> None:
     init_none_hash(sha256_cbor)
 
 
-def make(clock: Clock | None = None, **settings: Any) -> StoreEvents:
+def make(clock: ManualClock | None = None, **settings: Any) -> StoreEvents:
     return StoreEvents(
         event_groups(CONFIG, LAYOUT, HASH),
         row_tokens=ROW,
         hash_block_tokens=HASH,
         locality="LOCAL",
-        clock=clock or Clock(),
+        clock=clock or ManualClock(1000.0),
         **settings,
     )
 
@@ -255,13 +249,13 @@ def test_a_removal_of_the_wrong_kind_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_row_that_is_served_again_is_told_again_after_a_while() -> None:
-    clock, tokens = Clock(), prompt(2 * ROW)
+    clock, tokens = ManualClock(1000.0), prompt(2 * ROW)
     events, asked = make(clock), request(tokens)
     events.note_hit(asked, rows(tokens))
     assert len(take_all(events)) == 4
     events.note_hit(asked, rows(tokens))
     assert take_all(events) == []
-    clock.now += module.AGAIN_S
+    clock.advance(module.AGAIN_S)
     events.note_hit(asked, rows(tokens))
     assert len(take_all(events)) == 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ClaimTicket, Command, ReadBlocks
 from pdconn.store.rank_commands import LoadRows
 from pdconn.vllm.config import read_settings
-from tests.fakes.pair import Pair
+from registration import RegisteredKVMemory
+from tests.fakes.pair import Cache, Pair
 from tests.fakes.stream_points import Point
-from transport import BackendFailure, Device
+from transport import BackendFailure, Device, Memory
+from transport.testing.inprocess.transport import InProcessNetwork, InProcessTransport
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -26,20 +29,22 @@ with warnings.catch_warnings():
     from pdconn.vllm.worker import PdWorker
 
 
-class Mortal:
+class Mortal(InProcessTransport):
     """A transport that answers peers by a thread, which may be dead."""
 
     dead = False
 
     def check(self) -> None:
+        """As ``Transport.check``."""
         if self.dead:
             raise BackendFailure("its thread ended")
 
 
 def test_a_lender_that_cannot_be_read_from_stops_its_engine() -> None:
     worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
-    transport = Mortal()
-    worker._memory, worker._lends = SimpleNamespace(transport=transport), True
+    transport, cache = Mortal(InProcessNetwork(), "p"), Cache("BHLNC", filled=False)
+    worker._memory = RegisteredKVMemory(transport, cache.references, [cache])
+    worker._lends = True
     assert not worker.get_transfer_results().finished_recving
     transport.dead = True
     with pytest.raises(BackendFailure, match="its thread ended"):
@@ -86,6 +91,13 @@ class Posted:
     post_command = post  # a puller's name for it
 
 
+class NoGpu(InProcessTransport):
+    """A transport for GPU memory, on a machine without one."""
+
+    def register(self, memories: Iterable[Memory]) -> None:
+        """Registers nothing."""
+
+
 @pytest.mark.parametrize("speculates", [True, False])
 def test_an_engine_that_drafts_waits_for_its_drafter(
     speculates: bool, monkeypatch: pytest.MonkeyPatch
@@ -94,8 +106,10 @@ def test_an_engine_that_drafts_waits_for_its_drafter(
     monkeypatch.setattr(worker_module, "stream_point", {gpu: point}.get)
     config: Any = SimpleNamespace(speculative_config=SimpleNamespace() if speculates else None)
     worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), config, None)
-    tensor = SimpleNamespace(device=gpu)
-    worker._memory = SimpleNamespace(references=SimpleNamespace(tensors=(tensor,)))
+    cache = Cache("BHLNC", filled=False)
+    tensors = tuple(replace(tensor, device=gpu) for tensor in cache.references.tensors)
+    references = replace(cache.references, tensors=tensors)
+    worker._memory = RegisteredKVMemory(NoGpu(InProcessNetwork(), "d"), references, [cache])
     worker._puller, worker._store = pulled, loaded = Posted(), Posted()
     need = Need.for_range(0, 12, (BlockList(0, (6, 7, 8)),))
     with Pair() as pair:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from pdconn.store.budget.accounts import Accounts, Usage
 from pdconn.store.budget.row_tree import Place, RowTree
-from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_nbytes
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.folders import FolderId, folder_id
 from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
@@ -287,6 +287,7 @@ class RootBudget:
 
     Args:
         writer: the engine's name among those on the root.
+        each_nbytes: bytes of a row of each kind, together.
         clock: seconds that never go back; ``now`` gives the time of day, for uses of rows.
     """
 
@@ -294,14 +295,13 @@ class RootBudget:
         self,
         settings: StoreSettings,
         writer: str,
-        layout: StoreLayout,
+        each_nbytes: int,
         clock: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
         self._settings, self._writer = settings, writer
         self._clock, self._now = clock, now
-        each = row_nbytes(layout.fa) + (0 if layout.wa is None else row_nbytes(layout.wa))
-        self._allowance = Allowance(_ROWS * each)
+        self._allowance = Allowance(_ROWS * each_nbytes)
         self._accounts: Accounts | None = None
         self._evictor: Evictor | None = None
         self._count_at = self._looked_at = float("-inf")

@@ -77,7 +77,7 @@ def build_scheduler(
     open_it = shelf or partial(open_shelf, settings)
     open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
     if budget is None and not settings.read_only:
-        budget = RootBudget(settings, writer, layout, clock, time.time)
+        budget = RootBudget(settings, writer, sum(row_sizes(layout).values()), clock, time.time)
     sizes = ShareSizes.from_shares([share_layout([rank], layout.block_tokens) for rank in ranks])
     _warn_of_little_room(settings, layout, sizes)
     keeper, lookups = _start_threads(

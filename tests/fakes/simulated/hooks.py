@@ -9,6 +9,8 @@ from typing import Any
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from pdconn.vllm.blocks.transferred import TransferBlocks
+    from pdconn.vllm.identity.changes import WeightChanges
+    from pdconn.vllm.identity.greeting import Greeting
     from pdconn.vllm.scheduler import PdScheduler, SchedulerParts
     from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 
@@ -45,5 +47,6 @@ def half_of(parts: SchedulerParts) -> PdScheduler:
     """The connector's half in the scheduler's process, of these parts and of no engine."""
     made = PdScheduler.__new__(PdScheduler)
     made.parts, made._promised, made._config, made._adapters = parts, {}, every_group(), None
-    made.weights = SimpleNamespace(note_computed=lambda: None)  # type: ignore[assignment]
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="p"))
+    made.weights = WeightChanges(Greeting(config, "boot"), (), lambda: None)
     return made

@@ -17,6 +17,7 @@ from pdconn.router.fleet.member import Member, Role
 from pdconn.router.fleet.prometheus_page import MAX_LINE, MAX_PARSED
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import FakeEngine, Leases
+from transport.testing.inprocess.faults import ManualClock
 
 LABELS = ("model_name", "engine")
 
@@ -132,13 +133,6 @@ def test_the_parser_gets_so_many_lines_and_no_more():
 # Polling
 
 
-class Clock:
-    now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @asynccontextmanager
 async def polled(number: int, **settings):
     fakes = [FakeEngine(Leases()) for _ in range(number)]
@@ -206,12 +200,12 @@ async def test_an_engine_that_is_silent_has_its_time():
 
 @in_loop
 async def test_an_engine_that_stops_answering_keeps_its_load_with_its_age(caplog):
-    clock = Clock()
+    clock = ManualClock(50.0)
     async with polled(2, clock=clock) as (fakes, _, poller):
         await poller.poll_now()
         gone, alive = fakes
         await gone.stop()
-        clock.now_s += 3.0
+        clock.advance(3.0)
         for _ in range(3):
             await poller.poll_now()
         assert running(poller) == [0, 1]

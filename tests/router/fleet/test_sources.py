@@ -11,6 +11,7 @@ from pdconn.router.fleet.member import Member, Role, parse_member
 from pdconn.router.fleet.sources import DnsName, FleetWatch, Static, WatchedFile, parse_source
 from pdconn.router.router_errors import BadSetting
 from tests.fakes.event_loop import in_loop, until
+from transport.testing.inprocess.faults import ManualClock
 
 P, D = frozenset({Role.PREFILL}), frozenset({Role.DECODE})
 A, B = Member("http://a:1", P), Member("http://b:1", D)
@@ -47,13 +48,6 @@ class Names:
         if self.error is not None:
             raise self.error
         return self.addresses
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def num_logged(caplog, words: str) -> int:
@@ -144,16 +138,16 @@ async def test_each_address_of_a_name_is_an_engine_in_one_order():
 @pytest.mark.parametrize("error", [None, socket.gaierror(-2, "unknown"), UnicodeError("label")])
 @in_loop
 async def test_a_name_that_fails_keeps_its_engines_for_a_while(error, caplog):
-    names, clock = Names("10.0.0.1"), Clock()
+    names, clock = Names("10.0.0.1"), ManualClock(100.0)
     source = DnsName(parse_member("-d", "http://pods:1", D), names, keep_s=60.0, clock=clock)
     good = await source.members()
     names.addresses, names.error = [], error
     for passed_s in (0.0, 30.0, 29.9):
-        clock.now_s += passed_s
+        clock.advance(passed_s)
         assert await source.members() == good
     assert num_logged(caplog, "DNS fails") == 1
     for passed_s in (0.1, 0.0):
-        clock.now_s += passed_s
+        clock.advance(passed_s)
         assert await source.members() == ()
     assert num_logged(caplog, "removing its engines") == 1
     names.addresses, names.error = ["10.0.0.2"], None
@@ -162,12 +156,12 @@ async def test_a_name_that_fails_keeps_its_engines_for_a_while(error, caplog):
 
 @in_loop
 async def test_a_good_answer_starts_the_while_anew():
-    names, clock = Names("10.0.0.1"), Clock()
+    names, clock = Names("10.0.0.1"), ManualClock(100.0)
     source = DnsName(parse_member("-d", "http://pods:1", D), names, keep_s=60.0, clock=clock)
     for addresses in (["10.0.0.1"], [], ["10.0.0.1"], []):
         names.addresses = addresses
         assert await source.members() != ()
-        clock.now_s += 50.0
+        clock.advance(50.0)
 
 
 @in_loop

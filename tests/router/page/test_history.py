@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -13,15 +12,18 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
 
 from pdconn.router.admin.history import MOST_NAMES, MOST_SAMPLES, History, _quantile_ms
+from pdconn.router.events.caches import Feed, PrefixCaches
 from pdconn.router.exposition import render
 from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.engine_registry import EngineRegistry
-from pdconn.router.fleet.pull_counts import RecentPulls
+from pdconn.router.fleet.loads import LoadPoller, LoadReading
+from pdconn.router.fleet.member import Member, Role
 from pdconn.router.labels import RequestEnd
 from pdconn.router.metric_table import EarlyStart
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.router_metrics import MOST_KEPT, RouterMetrics
+from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.routed_request import (
     Began,
     Event,
@@ -41,26 +43,31 @@ from pdconn.router.routing.routed_request import (
 )
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
+from transport.testing.inprocess.faults import ManualClock
 
 PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
 OK = Outcome(end=RequestEnd.OK, total_s=0.25, decode="d", ticket_s=0.1)
 ALONE = Outcome(end=RequestEnd.OK, total_s=0.25, decode="d")
 BROKEN = Outcome(end=RequestEnd.BROKEN_STREAM, total_s=0.25, decode="d", ticket_s=0.1)
+A, B, C = "http://a", "http://b", "http://c"
 LEFT = Outcome(end=RequestEnd.CLIENT_LEFT, total_s=0.25)
+
+
+def members(names: list[str]) -> list[Member]:
+    return [Member(name, frozenset(Role)) for name in names]
 
 
 def history(names: list[str], load: Load | None = None) -> tuple[History, RouterMetrics, Any]:
     """Samples of engines that do not exist, at times 0, 1, 2 and so on."""
-    loads = dict.fromkeys(names, load) if load else {}
-    router: Any = SimpleNamespace(
-        engines=SimpleNamespace(names=names),
-        loads=SimpleNamespace(
-            fresh=lambda max_age_s: loads,
-            pulls=RecentPulls(),
-            inflight=SimpleNamespace(requests_at=lambda name: (1, 0)),
-        ),
-        caches=SimpleNamespace(feeds=dict.fromkeys(names), index=SimpleNamespace(pods={})),
-    )
+    nobody: Any = None
+    engines, caches = EngineRegistry.from_members(members(names)), PrefixCaches()
+    caches.feeds = dict.fromkeys(names, Feed(nobody, None))
+    loads = LoadPoller(engines, nobody, clock=ManualClock())
+    for name in names:
+        loads.inflight.start_request(name, 10)
+        if load is not None:
+            loads.latest[name] = LoadReading(load, 0.0)
+    router = RequestRouter(engines, nobody, caches, nobody, loads)
     times = RouterMetrics(EngineRegistry())
     clock = iter(range(10**9))
     return History(router, times, lambda: float(next(clock)), interval_s=2.0), times, router
@@ -70,7 +77,7 @@ def history(names: list[str], load: Load | None = None) -> tuple[History, Router
 
 
 def test_rates_are_of_the_last_ten_seconds_and_shares_of_the_last_thirty():
-    made, times, _ = history(["p"])
+    made, times, _ = history(["http://p"])
     for outcome in (OK, OK, OK, ALONE, BROKEN, LEFT):
         times.routed_request_ended(Route.COMPLETIONS, outcome)
     first = made.take_sample()
@@ -82,10 +89,10 @@ def test_rates_are_of_the_last_ten_seconds_and_shares_of_the_last_thirty():
 
 
 def test_a_quiet_router_has_no_share_and_no_time_rather_than_zero():
-    made, _, _ = history(["p"])
+    made, _, _ = history(["http://p"])
     sample = made.take_sample()
     assert (sample.handed_over, sample.ttft_p50_ms, sample.ttft_p95_ms) == (None, None, None)
-    assert sample.engines["p"].kv_usage is None, "its load is not known"
+    assert sample.engines["http://p"].kv_usage is None, "its load is not known"
 
 
 @given(st.lists(st.floats(0.001, 100), min_size=1), st.sampled_from([0.5, 0.95]))
@@ -99,7 +106,7 @@ def test_a_quantile_is_a_time_that_was_seen_and_exceeds_its_share(seconds, share
 
 
 def test_samples_names_and_times_are_bounded():
-    names = [f"http://e:{number}" for number in range(MOST_NAMES + 50)]
+    names = [f"http://e:{1 + number}" for number in range(MOST_NAMES + 50)]
     made, times, _ = history(names, Load(kv_usage=0.5, running=1, waiting=2))
     for _ in range(MOST_KEPT + 10):
         times.first_token(Route.COMPLETIONS, 0.1)
@@ -111,16 +118,17 @@ def test_samples_names_and_times_are_bounded():
 
 
 def test_a_page_that_asks_for_what_is_new_gets_each_sample_once():
-    made, _, router = history(["a", "b"], Load(kv_usage=0.5, running=1, waiting=2))
+    made, _, router = history([A, B], Load(kv_usage=0.5, running=1, waiting=2))
     made.take_sample()
     first = json.loads(made.since(0))
-    router.engines.names = ["b", "c"]  # the fleet changes
+    router.engines.update(members([B, C]))  # the fleet changes
+    router.loads.inflight.start_request(C, 10)
     made.take_sample(), made.take_sample()
     second = json.loads(made.since(first["samples"][-1]["seq"] + 1))
     assert [one["seq"] for one in first["samples"]] == [0]
     assert [one["seq"] for one in second["samples"]] == [1, 2]
     whole = json.loads(made.since(0))
-    assert whole["engines"] == ["a", "b", "c"]
+    assert whole["engines"] == [A, B, C]
     known = [[column is not None for column in one["engines"]] for one in whole["samples"]]
     assert known == [[True, True, False], [False, True, True], [False, True, True]]
     assert first["boot"] == second["boot"]

@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from pdconn.store.budget import accounts, root_budget
 from pdconn.store.budget.accounts import Accounts, read_account, read_count
 from pdconn.store.budget.root_budget import RootBudget
 from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.interface import StoredPart, StoredRow
 from pdconn.store.store_errors import ShelfFailure, StoreError
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
@@ -33,9 +33,6 @@ from tests.store.budget.forest import NAMESPACES, needs, row_of
 
 SIZES = {RowKind.FA: 64, RowKind.WA: 32}
 CAPACITY = 30 * 64
-LAYOUT: Any = SimpleNamespace(
-    **{str(kind): SimpleNamespace(data_nbytes=size - 8, slabs=()) for kind, size in SIZES.items()}
-)
 
 
 class Killed(BaseException):
@@ -107,9 +104,9 @@ class SimulatedEngine:
 
     def __init__(self, root: SimulatedRoot, writer: str, capacity: int) -> None:
         self.root, self.writer = root, writer
-        settings: Any = SimpleNamespace(root=str(root.path), capacity=capacity, wa_share=0.4)
+        settings = StoreSettings(str(root.path), capacity, wa_share=0.4)
         clock = root.rows.clock
-        self.budget = RootBudget(settings, writer, LAYOUT, clock, clock)
+        self.budget = RootBudget(settings, writer, sum(SIZES.values()), clock, clock)
         self.shelf = SteppingShelf(root.rows, root.step, root.fails)
         self.is_open = False
         self.parts: dict[str, tuple[str, RowName]] = {}

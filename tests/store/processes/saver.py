@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from types import SimpleNamespace
-from typing import Any
 
 from pdconn.store.budget.root_budget import RootBudget
 from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.interface import StoredPart
 from pdconn.store.store_errors import StoreError
@@ -20,20 +19,16 @@ from tests.store.budget.forest import row_of
 
 PAGE = 4096
 SIZES = {RowKind.FA: 4 * PAGE, RowKind.WA: 2 * PAGE}
-LAYOUT: Any = SimpleNamespace(
-    fa=SimpleNamespace(data_nbytes=3 * PAGE, slabs=()),
-    wa=SimpleNamespace(data_nbytes=PAGE, slabs=()),
-)
 
 
 class Saver:
     """One writer of a root."""
 
     def __init__(self, root: str, writer: str, capacity: int, seed: int) -> None:
-        settings: Any = SimpleNamespace(root=root, capacity=capacity, wa_share=None)
+        settings = StoreSettings(root, capacity)
         self.rng, self.writer = random.Random(seed), writer
         self.shelf = FilesShelf(root, direct_io=False)
-        self.budget = RootBudget(settings, writer, LAYOUT, time.monotonic, time.time)
+        self.budget = RootBudget(settings, writer, sum(SIZES.values()), time.monotonic, time.time)
         self._number = 0
 
     def run(self) -> None:

@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 from pdconn.lender.server import PERIOD_S
+from pdconn.lifecycle.lease import Freed, FreedLease
 from pdconn.protocol.messages import Granted, encode, frame
 from pdconn.tools.lab.ports import LOCALHOST
 
@@ -52,10 +52,10 @@ class BareLender:
         """Count it."""
         self._lent += 1
 
-    def take_freed(self) -> list[SimpleNamespace]:
+    def take_freed(self) -> list[FreedLease]:
         """All that was lent, as if it had been read."""
         lent, self._lent = self._lent, 0
-        return [SimpleNamespace(why="read")] * lent
+        return [FreedLease("", Freed.READ)] * lent
 
     def close(self) -> None:
         """Stop serving."""

@@ -22,6 +22,7 @@ from transport.nixl.progress import (
     adaptive_progress,
     reads_need_progress,
 )
+from transport.testing.inprocess.faults import ManualClock
 
 
 class FakeProgressThread:
@@ -42,38 +43,31 @@ class FakeProgressThread:
         self.log.append("close")
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def thread() -> FakeProgressThread:
     return FakeProgressThread()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(100.0)
 
 
 @pytest.fixture
-def progress(thread: FakeProgressThread, clock: Clock) -> AdaptiveProgress:
+def progress(thread: FakeProgressThread, clock: ManualClock) -> AdaptiveProgress:
     return AdaptiveProgress(thread, "under test", clock)
 
 
-def begin(progress: AdaptiveProgress, clock: Clock) -> None:
+def begin(progress: AdaptiveProgress, clock: ManualClock) -> None:
     """Reads are in flight for as long as it takes until the thread is driven for them."""
     progress.moved()
     progress.update(1)
-    clock.now += DRIVE_AFTER_S * 1.01
+    clock.advance(DRIVE_AFTER_S * 1.01)
     progress.update(1)
 
 
 def test_it_is_driven_while_reads_are_in_flight_for_long(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock
 ) -> None:
     progress.update(0)
     assert (thread.log, progress.poll_pause_s) == ([], 0.0)
@@ -87,12 +81,12 @@ def test_it_is_driven_while_reads_are_in_flight_for_long(
 
 
 def test_short_reads_one_after_another_drive_nothing(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock
 ) -> None:
     for _ in range(20):
         progress.moved()
         progress.update(1)
-        clock.now += DRIVE_AFTER_S * 0.9
+        clock.advance(DRIVE_AFTER_S * 0.9)
         progress.update(1)
         progress.update(0)
     assert thread.log == []
@@ -104,13 +98,13 @@ def test_short_reads_one_after_another_drive_nothing(
 
 
 def test_a_read_that_hangs_takes_no_core_for_long(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock
 ) -> None:
     begin(progress, clock)
-    clock.now += DRIVE_S * 0.9
+    clock.advance(DRIVE_S * 0.9)
     progress.update(1)
     assert thread.log == ["drive"]
-    clock.now += DRIVE_S
+    clock.advance(DRIVE_S)
     progress.update(1)
     assert thread.log == ["drive", "rest"]
     progress.moved()  # another one ended: bytes move again
@@ -119,57 +113,57 @@ def test_a_read_that_hangs_takes_no_core_for_long(
 
 
 def _driven(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock, *shares: float
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock, *shares: float
 ) -> None:
     """One look after the other, at which it had waited for its core for ``shares`` of the time."""
     begin(progress, clock)
     for share in shares:
-        clock.now += 0.01
+        clock.advance(0.01)
         thread.waited += share * 0.01
         progress.moved()
         progress.update(1)
 
 
 def test_a_thread_that_keeps_waiting_for_its_core_rests_longer_each_time(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock
 ) -> None:
     for pause in (1.0, 2.0, 4.0):
         thread.log.clear()
         _driven(progress, thread, clock, *[0.5] * 8)
         assert thread.log == ["drive", "rest"]
-        clock.now += pause - 0.1
+        clock.advance(pause - 0.1)
         progress.moved()
         progress.update(1)
         assert thread.log == ["drive", "rest"]
-        clock.now += 0.2
+        clock.advance(0.2)
     thread.log.clear()
     _driven(progress, thread, clock, *[0.0] * 5)
     progress.update(0)  # in nobody's way this time
     _driven(progress, thread, clock, *[0.5] * 8)
-    clock.now += 1.1
+    clock.advance(1.1)
     _driven(progress, thread, clock, 0.0)
     assert thread.log == ["drive", "rest", "drive", "rest", "drive"]
 
 
 def test_a_thread_that_waits_for_a_moment_goes_on(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock
 ) -> None:
     _driven(progress, thread, clock, *[0.0, 0.01, 0.6, 0.02] * 20)
     assert thread.log == ["drive"]
 
 
 def test_short_reads_in_nobodys_way_do_not_end_the_back_off(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock
 ) -> None:
     for pause in (1.0, 2.0):
         _driven(progress, thread, clock, *[0.5] * 8)
         assert thread.log == ["drive", "rest"]
         progress.update(0)
-        clock.now += pause - 0.1
+        clock.advance(pause - 0.1)
         begin(progress, clock)
         progress.update(0)
         assert thread.log == ["drive", "rest"]
-        clock.now += 0.2
+        clock.advance(0.2)
         _driven(progress, thread, clock, 0.0, 0.0)
         progress.update(0)
         assert thread.log == ["drive", "rest", "drive", "rest"]
@@ -177,7 +171,7 @@ def test_short_reads_in_nobodys_way_do_not_end_the_back_off(
 
 
 def test_after_close_nothing_is_driven(
-    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: ManualClock
 ) -> None:
     begin(progress, clock)
     progress.close()

@@ -11,16 +11,17 @@ from pdconn.protocol.messages import PROTOCOL_VERSION, Done, Hello, Reader, enco
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.lends.lending import Lending
-from tests.vllm.lends.scheduler import Pool, request, settle
+from tests.fakes.simulated.block_pool import CountedPool
+from tests.vllm.lends.scheduler import request, settle
 
 
-def test_nothing_to_lend_is_no_ticket(lending: Lending, pool: Pool) -> None:
+def test_nothing_to_lend_is_no_ticket(lending: Lending, pool: CountedPool) -> None:
     assert lending.lend_request(request("r"), ([0, 0], [])) is None
     assert pool.pinned() == []
 
 
 def test_kernel_blocks_are_lent_and_the_engines_blocks_are_pinned(
-    lending: Lending, pool: Pool
+    lending: Lending, pool: CountedPool
 ) -> None:
     lending.tickets.splits = Splits((2,))
     params = lending.lend_request(request("a"), ([0, 2, 0, 3],))
@@ -39,7 +40,7 @@ def test_kernel_blocks_are_lent_and_the_engines_blocks_are_pinned(
     "name", ["r" * 600, "cmpl-\u200b1", "a\tb"], ids=["long", "zero width", "a tab"]
 )
 def test_what_decode_would_refuse_is_not_lent(
-    lending: Lending, pool: Pool, name: str, caplog: pytest.LogCaptureFixture
+    lending: Lending, pool: CountedPool, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was lent, decode refused its ticket, and its blocks stayed pinned for a whole lease."""
     with caplog.at_level(logging.WARNING, logger="pdconn"):
@@ -56,7 +57,7 @@ def test_the_longest_name_that_decode_takes_is_lent(lending: Lending) -> None:
     assert parse_ticket(params).request_id == "r" * 512
 
 
-def test_more_blocks_than_decode_takes_are_not_lent(lending: Lending, pool: Pool) -> None:
+def test_more_blocks_than_decode_takes_are_not_lent(lending: Lending, pool: CountedPool) -> None:
     assert lending.lend_request(request("r"), ([3] * 5000,)) is None
     assert pool.pinned() == []
 
@@ -64,7 +65,7 @@ def test_more_blocks_than_decode_takes_are_not_lent(lending: Lending, pool: Pool
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_the_children_of_a_request_share_one_lease(
-    lending: Lending, pool: Pool, order: tuple[int, ...], lease_s: float
+    lending: Lending, pool: CountedPool, order: tuple[int, ...], lease_s: float
 ) -> None:
     """vLLM shows the ticket of the last one: n - 1 leases were pinned until they expired.
 

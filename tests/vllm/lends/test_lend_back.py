@@ -24,9 +24,11 @@ from pdconn.vllm.prompt import prefix_digest, prefix_digests
 from pdconn.vllm.pulls.pulling import Pulling, PullRules
 from pdconn.vllm.values import LendBack
 from tests.fakes.pair import Cache
+from tests.fakes.simulated.block_pool import CountedPool
 from tests.fakes.simulated.hooks import matched
-from tests.vllm.lends.scheduler import Clock, Pool, settle
+from tests.vllm.lends.scheduler import settle
 from tests.vllm.lends.test_prefixes import grant, request
+from transport.testing.inprocess.faults import ManualClock
 
 SAID = list(range(100, 164))
 TURN = {"do_remote_decode": True}
@@ -142,7 +144,7 @@ def test_another_salt_or_adapter_takes_nothing(changes: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def lending(pool: Pool, clock: Clock) -> Iterator[Lending]:
+def lending(pool: CountedPool, clock: ManualClock) -> Iterator[Lending]:
     [port] = free_ports(1)
     extra = {"lend_back": {"seconds": 1.5, "share": 0.5}, "kv_lease_duration": 60.0}
     settings = read_settings(extra, "127.0.0.1", port, 0)
@@ -166,7 +168,7 @@ def lend(side: Lending, name: str, *blocks: int) -> Any:
 
 def test_the_answer_carries_what_prefill_is_to_be_asked(
     lending: Lending,
-    pool: Pool,
+    pool: CountedPool,
 ) -> None:
     params = lend(lending, "r", 0, 3, 4)
     assert {key: params[key] for key in TURN} == TURN
@@ -182,7 +184,7 @@ def test_the_answer_carries_what_prefill_is_to_be_asked(
     assert lending.take_counts()["answers_lent"] == 1
 
 
-def test_the_oldest_answers_make_room(lending: Lending, pool: Pool) -> None:
+def test_the_oldest_answers_make_room(lending: Lending, pool: CountedPool) -> None:
     """At most half of 16 blocks, of which none is claimed."""
     for number, blocks in enumerate(((1, 2, 3), (4, 5, 6), (7, 8, 9))):
         assert lend(lending, f"r{number}", *blocks) is not None
@@ -200,7 +202,7 @@ def test_the_oldest_answers_make_room(lending: Lending, pool: Pool) -> None:
 
 def test_an_engine_that_wakes_remembers_no_answer_of_before(
     lending: Lending,
-    pool: Pool,
+    pool: CountedPool,
 ) -> None:
     assert lend(lending, "r", 3, 4) is not None
     assert lending.pins.count_leases(LeaseKind.ANSWER) == 1
@@ -210,7 +212,7 @@ def test_an_engine_that_wakes_remembers_no_answer_of_before(
 
 def test_nothing_is_lent_twice_or_of_one_of_several_answers(
     lending: Lending,
-    pool: Pool,
+    pool: CountedPool,
 ) -> None:
     assert lend(lending, "0_parent", 1, 2) is None
     assert lend(lending, "r", 1, 2) is not None
@@ -221,12 +223,12 @@ def test_nothing_is_lent_twice_or_of_one_of_several_answers(
 
 def test_an_engine_that_stops_does_not_wait_for_next_turns(
     lending: Lending,
-    pool: Pool,
-    clock: Clock,
+    pool: CountedPool,
+    clock: ManualClock,
 ) -> None:
     lend(lending, "r", 1, 2)
     rounds = 0
-    while lending.drain_leases(clock.now + 60.0):
+    while lending.drain_leases(clock() + 60.0):
         rounds += 1
         assert rounds < 100
     assert pool.pinned() == []

@@ -10,9 +10,11 @@ import pytest
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.pins import LeaseKind, LeasePins, LentShare
 from pdconn.vllm.lends.prompts import PromptShare
+from tests.fakes.simulated.block_pool import CountedPool
 from tests.fakes.simulated.hooks import finished
-from tests.vllm.lends.scheduler import Clock, Pool, settle
+from tests.vllm.lends.scheduler import settle
 from tests.vllm.lends.test_prefixes import PROMPT, asking, got, request
+from transport.testing.inprocess.faults import ManualClock
 
 HELD = 16
 
@@ -22,7 +24,7 @@ def borrow(lending: Lending, name: str, *blocks: int) -> dict[str, Any] | None:
     asked = asking(PROMPT[: HELD + 1], HELD, name=name)
     lending.on_new_request(asked)
     assert lending.prefixes.note_hit(asked, HELD)
-    got(lending, asked, lambda _: (list(blocks),))
+    got(lending, asked, (list(blocks),))
     told = lending.lend_request(asked, (list(blocks),))
     finished(lending, asked)
     return told
@@ -35,7 +37,7 @@ def hand_over(lending: Lending, name: str, *blocks: int) -> None:
 
 
 def test_of_forty_prefixes_that_are_asked_for_and_left_few_stay_lent(
-    lending: Lending, pool: Pool
+    lending: Lending, pool: CountedPool
 ) -> None:
     for number in range(40):
         assert borrow(lending, f"p{number}", 1 + number % 15) is not None
@@ -45,7 +47,7 @@ def test_of_forty_prefixes_that_are_asked_for_and_left_few_stay_lent(
     )
 
 
-def test_prefixes_are_few_however_short(pool: Pool) -> None:
+def test_prefixes_are_few_however_short(pool: CountedPool) -> None:
     pins = LeasePins({LeaseKind.PREFIX: LentShare(0.5, 3)})
     pins.bind_gpu_block_pool(pool)
     ended = [pins.pin(f"p{number}", [[1]], LeaseKind.PREFIX, 0.0) for number in range(5)]
@@ -53,13 +55,13 @@ def test_prefixes_are_few_however_short(pool: Pool) -> None:
     assert pins.num_blocks == 1
 
 
-def test_a_prefix_above_the_share_is_not_lent(lending: Lending, pool: Pool) -> None:
+def test_a_prefix_above_the_share_is_not_lent(lending: Lending, pool: CountedPool) -> None:
     told = borrow(lending, "p", *range(1, 10))
     assert told == {"pdconn": {"lend": HELD, "held": 0}}
     assert pool.pinned() == []
 
 
-def test_prompts_have_no_share_and_stay(lending: Lending, pool: Pool) -> None:
+def test_prompts_have_no_share_and_stay(lending: Lending, pool: CountedPool) -> None:
     """They are computed because decode asks; readers may be many, and slow."""
     for number in range(15):
         hand_over(lending, f"r{number}", 1 + number)
@@ -68,7 +70,7 @@ def test_prompts_have_no_share_and_stay(lending: Lending, pool: Pool) -> None:
 
 
 def test_what_was_lent_first_gives_way_to_a_request_that_is_not_admitted(
-    lending: Lending, pool: Pool
+    lending: Lending, pool: CountedPool
 ) -> None:
     for number in range(4):
         borrow(lending, f"p{number}", 2 * number + 1, 2 * number + 2)
@@ -79,13 +81,13 @@ def test_what_was_lent_first_gives_way_to_a_request_that_is_not_admitted(
 
 
 def test_a_prompt_that_nobody_claims_gives_way_in_the_end(
-    lending: Lending, pool: Pool, clock: Clock, lease_s: float
+    lending: Lending, pool: CountedPool, clock: ManualClock, lease_s: float
 ) -> None:
     hand_over(lending, "r", 1, 2)
     lending.make_room(1)
     settle_down(lending)
     assert pool.pinned() == [1, 2], "its reader may be on the way"
-    clock.now += lease_s / 2
+    clock.advance(lease_s / 2)
     hand_over(lending, "later", 3)
     lending.make_room(1)
     settle(lending, pool, 1.0)

@@ -6,19 +6,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.prefix import lend_of, ticket_from
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, ReadBlocks
+from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.patches.request_writes import shorten
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
 from pdconn.vllm.pulls.pulling import Pulling, PullRules
-from tests.fakes.simulated.hooks import allocated, finished, matched
+from tests.fakes.simulated.block_pool import CountedPool
+from tests.fakes.simulated.hooks import allocated, every_group, finished, matched
 from tests.fakes.simulated.requests import vllm_request
-from tests.vllm.lends.scheduler import Pool
 from tests.vllm.pulls.test_pulling import kinds
 
 PROMPT = list(range(100, 140))
@@ -48,9 +51,13 @@ def asking(tokens: list[int], lend: object, **changes: Any) -> Any:
     return request(tokens, params, **changes)
 
 
-def got(lending: Lending, asked: Any, of_tokens: Any) -> None:
-    """The request gets blocks, of which ``of_tokens`` says those of its first tokens."""
-    blocks: Any = SimpleNamespace(of_tokens=of_tokens)
+def got(lending: Lending, asked: Any, ids: tuple[list[int], ...]) -> None:
+    """The request gets blocks, of full attention and, if there are more, of states."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    states = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.float16,))
+    groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["states"], states)]
+    config = every_group(transfer_groups=groups[: len(ids)])
+    blocks = TransferBlocks(config, ids)
     lending.update_state_after_alloc(asked, blocks, 0, is_promised=False)
 
 
@@ -99,7 +106,7 @@ def test_a_prefix_is_told_by_all_that_its_kv_depends_on() -> None:
 # Who holds it
 
 
-def test_what_is_held_is_lent(lending: Lending, pool: Pool) -> None:
+def test_what_is_held_is_lent(lending: Lending, pool: CountedPool) -> None:
     asked = asking(PROMPT[: HELD + 1], HELD)
     lending.on_new_request(asked)
     assert lending.prefixes.note_hit(asked, HELD)
@@ -115,7 +122,7 @@ def test_what_is_held_is_lent(lending: Lending, pool: Pool) -> None:
 
 def test_what_is_not_held_is_not_computed(
     lending: Lending,
-    pool: Pool,
+    pool: CountedPool,
 ) -> None:
     """Looked up twice, as where there was no room at first: what is held then counts."""
     asked = asking([*PROMPT, *PROMPT], 79)
@@ -142,7 +149,7 @@ def test_a_model_with_states_lends_a_prefix_of_the_tokens_asked_for(
 
 def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_on(
     lending: Lending,
-    pool: Pool,
+    pool: CountedPool,
 ) -> None:
     """vLLM takes it off the request before that has ended; its blocks are those it was found in."""
     asked = asking(PROMPT[: HELD + 1], HELD)
@@ -150,7 +157,7 @@ def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_o
     assert lending.prefixes.note_hit(asked, HELD)
     found = ([1, 2, 3], [0, 5])
     for _ in range(2):  # again after a preemption: it is pinned already
-        got(lending, asked, lambda num_tokens: found if num_tokens == HELD else ())
+        got(lending, asked, (found[0], [*found[1], 7]))  # behind it is the state to come
     assert pool.pinned() == [1, 2, 3, 5]
     params = lending.lend_request(asked, ([1, 2, 3], [0, 0, 6]))
     assert params is not None
@@ -164,12 +171,12 @@ def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_o
 def test_a_request_for_a_prefix_that_is_aborted_leaves_nothing_pinned(
     held: int,
     lending: Lending,
-    pool: Pool,
+    pool: CountedPool,
 ) -> None:
     asked = asking(PROMPT[: HELD + 1], HELD)
     lending.on_new_request(asked)
     lending.prefixes.note_hit(asked, held)
-    got(lending, asked, lambda num_tokens: ([1, 2, 3],))
+    got(lending, asked, ([1, 2, 3],))
     assert pool.pinned() == ([1, 2, 3] if held == HELD else [])
     finished(lending, asked)
     assert pool.pinned() == []
@@ -177,13 +184,13 @@ def test_a_request_for_a_prefix_that_is_aborted_leaves_nothing_pinned(
 
 def test_a_reset_lets_go_of_a_prefix_that_nobody_has_been_given(
     lending: Lending,
-    pool: Pool,
+    pool: CountedPool,
 ) -> None:
     """As with reset_running_requests: its request is preempted, looked up again, and refused."""
     asked = asking(PROMPT[: HELD + 1], HELD)
     lending.on_new_request(asked)
     lending.prefixes.note_hit(asked, HELD)
-    got(lending, asked, lambda num_tokens: ([1, 2, 3],))
+    got(lending, asked, ([1, 2, 3],))
     pool.touch([pool.blocks[3]])
     assert not pool.reset_prefix_cache(), "the request itself holds blocks"
     assert pool.pinned() == [1, 2, 3]
@@ -191,7 +198,7 @@ def test_a_reset_lets_go_of_a_prefix_that_nobody_has_been_given(
     assert pool.reset_prefix_cache()
     assert pool.pinned() == []
     lending.prefixes.note_hit(asked, 0)
-    got(lending, asked, lambda num_tokens: ([4, 5],))
+    got(lending, asked, ([4, 5],))
     assert lending.lend_request(asked, ([4, 5],)) == {"pdconn": {"lend": HELD, "held": 0}}
     finished(lending, asked)
     assert pool.pinned() == []

@@ -12,8 +12,9 @@ from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.patches.request_writes import drop_wrong_params
 from pdconn.vllm.prompt import prompt_digest
+from tests.fakes.simulated.block_pool import CountedPool
 from tests.fakes.simulated.hooks import finished
-from tests.vllm.lends.scheduler import Pool, request, with_states
+from tests.vllm.lends.scheduler import request, with_states
 
 
 @pytest.mark.parametrize("params", ["text", 7, 10**5000, [], True], ids=lambda p: type(p).__name__)
@@ -53,7 +54,7 @@ def state_request(*prompt: int, **changes: Any) -> Any:
 
 
 def test_a_model_with_states_leaves_the_last_token_to_decode(
-    pool: Pool, lending: Lending, monkeypatch: pytest.MonkeyPatch
+    pool: CountedPool, lending: Lending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ticket names the whole prompt, and the tokens that were computed."""
     monkeypatch.setattr(lending.tickets, "has_states", True)

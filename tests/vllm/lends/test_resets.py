@@ -20,8 +20,10 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.lends.lending import Lending
+from tests.fakes.simulated.block_pool import CountedPool
 from tests.faults.raw_clients import RawReader
-from tests.vllm.lends.scheduler import Clock, Pool, request
+from tests.vllm.lends.scheduler import request
+from transport.testing.inprocess.faults import ManualClock
 
 
 def lending_port(params: dict[str, Any]) -> int:
@@ -33,7 +35,7 @@ def lending_port(params: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_reset_takes_back_what_is_lent_and_succeeds(
-    lending: Lending, pool: Pool, lease_s: float
+    lending: Lending, pool: CountedPool, lease_s: float
 ) -> None:
     """Otherwise vLLM answers `success: false`, or 500 to a pause, and stays paused."""
     params = lending.lend_request(request("r"), ([3, 4],))
@@ -48,7 +50,9 @@ def test_a_reset_takes_back_what_is_lent_and_succeeds(
 
 
 @pytest.mark.parametrize("lease_s", [60.0])
-def test_a_reset_waits_for_what_is_being_read(lending: Lending, pool: Pool, lease_s: float) -> None:
+def test_a_reset_waits_for_what_is_being_read(
+    lending: Lending, pool: CountedPool, lease_s: float
+) -> None:
     """A reset on an engine in use fails no request that is about to be handed over."""
     params = lending.lend_request(request("r"), ([3],))
     assert params is not None
@@ -65,7 +69,9 @@ def test_a_reset_waits_for_what_is_being_read(lending: Lending, pool: Pool, leas
     assert lending.take_counts()["confirmed"] == 1
 
 
-def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(lending: Lending, pool: Pool) -> None:
+def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(
+    lending: Lending, pool: CountedPool
+) -> None:
     assert pool.reset_prefix_cache()
     pool.touch([pool.blocks[5]])
     assert not pool.reset_prefix_cache(), "a running request's block is not ours to take back"
@@ -76,14 +82,14 @@ def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(lending: Lending, 
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
-    lending: Lending, pool: Pool, clock: Clock, lease_s: float
+    lending: Lending, pool: CountedPool, clock: ManualClock, lease_s: float
 ) -> None:
     """Otherwise every ticket that is not redeemed yet is a failed request."""
     params = lending.lend_request(request("r"), ([3],))
     assert params is not None
     ticket = parse_ticket(params)
     looks, over = 0, time.monotonic() + 0.5
-    while lending.drain_leases(clock.now + lease_s):
+    while lending.drain_leases(clock() + lease_s):
         looks += 1
         if time.monotonic() > over:
             break
@@ -92,7 +98,7 @@ def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
     with RawReader(lending_port(params), wants="boot") as reader:
         reader.say(Done("r", Reader("d", 0, 1), ticket.digest()))
         give_up = time.monotonic() + 20
-        while lending.drain_leases(clock.now + lease_s):
+        while lending.drain_leases(clock() + lease_s):
             assert time.monotonic() < give_up
     assert pool.pinned() == []
 
@@ -100,17 +106,17 @@ def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_the_wait_for_leases_is_bounded(
     lending: Lending,
-    pool: Pool,
-    clock: Clock,
+    pool: CountedPool,
+    clock: ManualClock,
     lease_s: float,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It counts from the signal: vLLM asks only when no request is left, which may be late."""
     lending.lend_request(request("r"), ([3],))
-    until = clock.now + 9.0
-    clock.now += 8.9
+    until = clock() + 9.0
+    clock.advance(8.9)
     assert lending.drain_leases(until)
-    clock.now += 0.1
+    clock.advance(0.1)
     for _ in range(3):  # vLLM asks several times in a row
         assert not lending.drain_leases(until)
     assert pool.pinned() == [3]
@@ -118,5 +124,5 @@ def test_the_wait_for_leases_is_bounded(
     assert told == ["pdconn: stopping with leases unread: leases=1"]
 
 
-def test_an_engine_that_lends_nothing_stops_at_once(lending: Lending, clock: Clock) -> None:
-    assert not lending.drain_leases(clock.now + 60.0)
+def test_an_engine_that_lends_nothing_stops_at_once(lending: Lending, clock: ManualClock) -> None:
+    assert not lending.drain_leases(clock() + 60.0)

@@ -10,8 +10,9 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+from tests.fakes.simulated.block_pool import CountedPool
 from tests.fakes.simulated.requests import vllm_request
-from tests.vllm.lends.scheduler import Pool, untried
+from tests.vllm.lends.scheduler import untried
 from tests.vllm.runner.rig import LENT, PROMPT, PULLED, Cache, Steps
 from transport.testing.inprocess.transport import InProcessNetwork
 
@@ -36,7 +37,7 @@ class Engines:
     """Prefill, with its own scheduler and pool, and decode."""
 
     def __init__(self, network: InProcessNetwork, prefill: type[PdconnConnector]) -> None:
-        self.network, self.pool = network, Pool()
+        self.network, self.pool = network, CountedPool()
         self.prefill = Steps("kv_producer", prefill, Cache(filled=True))
         self.decode = Steps("kv_consumer", PdconnConnector, Cache(filled=False))
         self.prefill.scheduler.bind_gpu_block_pool(self.pool)

@@ -17,32 +17,32 @@ from pdconn.puller.commands import AbandonPull, CancelPull, ReadBlocks
 from pdconn.vllm.pulls.patience import LEAST_S, PULLS, UNKNOWN_S, PrefixPatience
 from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.simulated.hooks import allocated, matched
-from tests.vllm.lends.scheduler import Clock
 from tests.vllm.lends.test_prefixes import BLOCKS, HELD, computing, consumer, grant, lent
+from transport.testing.inprocess.faults import ManualClock
 
 
-def taught(clock: Clock, compute_s: float, pull_s: float | None = None) -> PrefixPatience:
+def taught(clock: ManualClock, compute_s: float, pull_s: float | None = None) -> PrefixPatience:
     """Rates, in seconds for each of a thousand tokens."""
     patience = PrefixPatience(clock)
     for number in range(5):
         prompt = SimpleNamespace(request_id=f"c{number}", num_output_tokens=0)
         patience.note_missing(prompt, 1000)
         patience.note_blocks(prompt.request_id, 0)
-        clock.now += 1000 * compute_s
+        clock.advance(1000 * compute_s)
         prompt.num_output_tokens = 1
         assert patience.overdue() == []
-        clock.now += 77.0  # of decoding
+        clock.advance(77.0)  # of decoding
         patience.forget_waits(prompt.request_id)
         if pull_s is not None:
             patience.note_blocks(f"p{number}", 1000)
-            clock.now += 1000 * pull_s
+            clock.advance(1000 * pull_s)
             patience.note_pull(f"p{number}", failed=False)
             patience.forget_waits(f"p{number}")
     assert len(patience) == 0
     return patience
 
 
-def test_the_bound_is_a_multiple_of_the_pull_and_at_most_computing(clock: Clock) -> None:
+def test_the_bound_is_a_multiple_of_the_pull_and_at_most_computing(clock: ManualClock) -> None:
     assert PrefixPatience(clock).bound_s(10**6) == UNKNOWN_S
     assert abs(taught(clock, 0.01).bound_s(1000) - 10.0) < 1e-6
     assert abs(taught(clock, 0.01, 0.0005).bound_s(1000) - PULLS * 0.5) < 1e-6
@@ -50,23 +50,23 @@ def test_the_bound_is_a_multiple_of_the_pull_and_at_most_computing(clock: Clock)
     assert taught(clock, 0.01, 0.005).bound_s(10) == LEAST_S
 
 
-def test_one_slow_pull_or_one_that_failed_teaches_little(clock: Clock) -> None:
+def test_one_slow_pull_or_one_that_failed_teaches_little(clock: ManualClock) -> None:
     patience = taught(clock, 0.01, 0.0005)
     for name, failed in (("slow", False), ("failed", True)):
         patience.note_blocks(name, 1000)
-        clock.now += 100.0
+        clock.advance(100.0)
         patience.note_pull(name, failed=failed)
     assert abs(patience.bound_s(1000) - PULLS * 0.5) < 1e-6
 
 
-def test_what_is_overdue_is_named_once_claim_or_pull(clock: Clock) -> None:
+def test_what_is_overdue_is_named_once_claim_or_pull(clock: ManualClock) -> None:
     patience = taught(clock, 0.01, 0.0005)
     patience.note_claim("claim", 1000)
     patience.note_blocks("pull", 1000)
-    clock.now += PULLS * 0.5 - 0.01
+    clock.advance(PULLS * 0.5 - 0.01)
     patience.note_claim("claim", 1000)
     assert patience.overdue() == []
-    clock.now += 0.02
+    clock.advance(0.02)
     assert patience.overdue() == ["claim", "pull"]
     assert patience.overdue() == []
 

@@ -18,34 +18,8 @@ with warnings.catch_warnings():
     from pdconn.vllm.blocks.splits import Splits
     from pdconn.vllm.metadata import PdMetadata
     from pdconn.vllm.store.storing import Storing
+    from tests.fakes.simulated.block_pool import CountedPool
     from tests.fakes.simulated.hooks import every_group, finished
-
-
-class Pool:
-    """References of blocks, as vLLM's pool counts them."""
-
-    enable_kv_cache_events = False
-    num_gpu_blocks = 100
-
-    def __init__(self) -> None:
-        self.blocks = [SimpleNamespace(block_id=n, refs=0) for n in range(self.num_gpu_blocks)]
-        self.was_free_at_reset = False
-
-    def touch(self, blocks: list[Any]) -> None:
-        for block in blocks:
-            block.refs += 1
-
-    def free_blocks(self, blocks: Any) -> None:
-        for block in blocks:
-            block.refs -= 1
-            assert block.refs >= 0
-
-    def held(self) -> set[int]:
-        return {block.block_id for block in self.blocks if block.refs}
-
-    def reset_prefix_cache(self) -> bool:
-        self.was_free_at_reset = not self.held()
-        return self.was_free_at_reset
 
 
 class Scheduler:
@@ -80,7 +54,7 @@ class Scheduler:
 @pytest.fixture
 def store() -> Any:
     made = Storing(StoreSettings("root", 1 << 20), None, "writer", every_group())
-    made.bind_gpu_block_pool(Pool())
+    made.bind_gpu_block_pool(CountedPool(100))
     made._store = Scheduler()  # type: ignore[assignment]
     made._namespace = "ns"
     made.on_new_request(request())
@@ -105,19 +79,18 @@ def step(store: Any) -> None:
 
 def test_blocks_are_pinned_until_all_ranks_have_read_them(store: Any) -> None:
     step(store)
-    assert store._pins.pool.held() == {1, 2, 5}
+    assert store._pins.pool.pinned() == [1, 2, 5]
     step(store)
     store.note_results([1])
-    assert store._pins.pool.held() == {1, 2, 5}
+    assert store._pins.pool.pinned() == [1, 2, 5]
     store.note_results([2])
-    assert not store._pins.pool.held()
+    assert not store._pins.pool.pinned()
     assert store._pins.num_blocks == 0
 
 
 def test_a_reset_unpins_first_and_names_another_place_for_rows(store: Any) -> None:
     step(store)
-    assert store._pins.pool.reset_prefix_cache()
-    assert store._pins.pool.was_free_at_reset
+    assert store._pins.pool.reset_prefix_cache(), "it refuses while a block is in use"
     (first,) = store._store.cleared_to
     store._pins.pool.reset_prefix_cache()
     assert store._store.cleared_to[1] != first != "ns"
@@ -128,14 +101,14 @@ def test_weights_that_change_name_another_place_and_what_has_begun_is_not_saved(
     """vLLM's own cache is not reset then (``clear_cache=false``)."""
     step(store)
     store.weights_changed()
-    assert not store._pins.pool.held()
+    assert not store._pins.pool.pinned()
     assert store._store.cleared_to != ["ns"]
     step(store)
-    assert not store._pins.pool.held(), "of both weights"
+    assert not store._pins.pool.pinned(), "of both weights"
     finished(store, request())
     store.on_new_request(request())
     step(store)
-    assert store._pins.pool.held() == {1, 2, 5}, "of the new ones"
+    assert store._pins.pool.pinned() == [1, 2, 5], "of the new ones"
     store.weights_changed()
     assert len({"ns", *store._store.cleared_to}) == 3
 
@@ -144,12 +117,12 @@ def test_a_block_of_which_a_pull_wrote_only_the_end_is_not_saved(store: Any) -> 
     store.skip_blocks("r", {0: 1})
     store._store.holes = 2
     step(store)
-    assert store._pins.pool.held() == {5}
+    assert store._pins.pool.pinned() == [5]
     finished(store, request())
     store.on_new_request(request())
     store._store.holes = 0
     step(store)
-    assert store._pins.pool.held() == {1, 2, 5}, "another request of the same name"
+    assert store._pins.pool.pinned() == [1, 2, 5], "another request of the same name"
 
 
 def test_no_more_than_a_quarter_of_the_blocks_is_pinned(store: Any) -> None:
@@ -163,16 +136,16 @@ def test_requests_without_keys_are_not_saved(store: Any) -> None:
     finished(store, request())
     store.on_new_request(request(pooling_params=object()))
     step(store)
-    assert not store._pins.pool.held()
+    assert not store._pins.pool.pinned()
 
 
 def test_rows_are_made_of_kernel_blocks_and_the_engines_blocks_are_pinned(store: Any) -> None:
     store._splits, store._store.parts = Splits((2,)), 2
     step(store)
-    assert store._pins.pool.held() == {1, 2, 5}
+    assert store._pins.pool.pinned() == [1, 2, 5]
     assert store._pins.num_blocks == 3
     store.note_results([1])
-    assert not store._pins.pool.held()
+    assert not store._pins.pool.pinned()
 
 
 def test_weights_that_nothing_proves_get_a_namespace_of_their_own_and_one_line_that_says_why(
