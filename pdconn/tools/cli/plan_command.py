@@ -25,6 +25,7 @@ from pdconn.tools.plan.model_shape import KV_DTYPES, ModelShape, in_kv_dtype
 from pdconn.tools.plan.plan_errors import ForecastError, ShapeError, UnreadableConfig
 from pdconn.tools.plan.shapes import built_in
 from pdconn.tools.plan.shapes_report import ShapesReport
+from pdconn.tools.plan.streamed import CHUNK_TOKENS, StreamedForecast, forecast_streamed
 from pdconn.tools.plan.tables import IDS
 
 _EPILOG = """\
@@ -47,6 +48,7 @@ examples:
   pdconn plan --model gpt-oss-120b --dtype fp8 --link rdma-200
   pdconn plan --model ./my-model --hit 4096 --link shm --json=plan.json --svg plan.svg
   pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
+  pdconn plan --model llama-3.1-70b --prompt 32k --link 100Gb/s --stream --prefill-rate 9000
   pdconn plan --list
 
 exit codes:
@@ -91,6 +93,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ids", choices=IDS, default="random",
         help="order of a request's block ids (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="what is left of the pull after prefill's last step if decode follows the request "
+        "(pdconn proxy --streams on); needs --prefill-rate",
+    )
+    parser.add_argument(
+        "--chunk", type=tokens, default=CHUNK_TOKENS, metavar="TOKENS",
+        help="max_num_batched_tokens of prefill, for --stream (default: %(default)s)",
+    )  # fmt: skip
     configure_store(parser.add_argument_group("a store"))
     configure_json(parser)
     parser.add_argument(
@@ -129,7 +141,7 @@ def run_command(args: argparse.Namespace) -> int:
             return 0
         made = _forecast(args)
         stored = forecast_stored(args, made.decode)
-        report = ForecastReport(made, advise(made), stored)
+        report = ForecastReport(made, advise(made), stored, _forecast_streamed(args, made))
         if args.svg:
             svg = draw(made.prefill, made.decode, args.group)
             args.svg.write_text(svg, encoding="utf-8")
@@ -151,6 +163,14 @@ def _forecast(args: argparse.Namespace) -> Forecast:
         prefill_link=_prefill_link(args.prefill_link),
         ids=args.ids,
     )
+
+
+def _forecast_streamed(args: argparse.Namespace, made: Forecast) -> StreamedForecast | None:
+    if not args.stream:
+        return None
+    if args.prefill_rate is None:
+        raise BadArgument("--prefill-rate", "tokens per second, for --stream", "nothing")
+    return forecast_streamed(made, args.prefill_rate, args.chunk)
 
 
 def _prefill_link(text: str | None) -> Link | None:

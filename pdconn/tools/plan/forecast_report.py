@@ -17,6 +17,7 @@ from pdconn.tools.plan.link import PRESETS, ROUND_TRIPS, Link
 from pdconn.tools.plan.model_shape import ModelShape
 from pdconn.tools.plan.store.cost import StoreForecast
 from pdconn.tools.plan.store.store_forecast_report import StoreForecastReport
+from pdconn.tools.plan.streamed import StreamedForecast
 from registration.references import AttentionKind
 
 _COST: tuple[Column[Cost], ...] = (
@@ -52,11 +53,15 @@ class ForecastReport:
     made: Forecast
     advice: Sequence[Advice]
     stored: StoreForecast | None = None
+    streamed: StreamedForecast | None = None
 
     def text(self, width: int | None = None) -> str:
         """The tables, the totals and the warnings."""
         made = self.made
-        parts = [_header(made), _groups(made, width), _verdict(made), _menu(made, width)]
+        verdict = _verdict(made)
+        if self.streamed is not None:
+            verdict += f"\n{_streamed(made, self.streamed)}"
+        parts = [_header(made), _groups(made, width), verdict, _menu(made, width)]
         parts += [f"warning ({one.code}): {one.text}" for one in self.advice]
         text = "\n\n".join(part if width is None else _folded(part, width) for part in parts)
         if self.stored is None:
@@ -91,6 +96,8 @@ class ForecastReport:
             "slowest": {"side": made.slowest.side, "rank": made.slowest.rank},
             "warnings": [{"code": one.code, "text": one.text} for one in self.advice],
         }
+        if self.streamed is not None:
+            found["streamed"] = document(_STREAMED, self.streamed)
         if self.stored is not None:
             found["store"] = StoreForecastReport(self.stored).document()
         return found
@@ -288,6 +295,24 @@ def _links(made: Forecast) -> str:
     return (
         f"links    prefill {theirs.name}: {theirs.bytes_per_s / 1e9:g} GB/s a rank; "
         f"decode {link.name}: {link.bytes_per_s / 1e9:g} GB/s a rank, {run} ({link.source})"
+    )
+
+
+_STREAMED: tuple[Column[StreamedForecast], ...] = (
+    Column(None, "prefill_rate", lambda one: one.prefill_rate),
+    Column(None, "chunk_tokens", lambda one: one.chunk_tokens),
+    Column(None, "prefill_seconds", lambda one: one.prefill_s),
+    Column(None, "visible_seconds", lambda one: one.visible_s),
+    Column(None, "early_bytes", lambda one: one.early_bytes),
+    Column(None, "reads", lambda one: one.reads),
+)
+
+
+def _streamed(made: Forecast, streamed: StreamedForecast) -> str:
+    early = streamed.early_bytes / made.total.nbytes
+    return (
+        f"followed: {1e3 * streamed.visible_s:,.2f} ms of it after prefill's last step; prefill "
+        f"computes for {streamed.prefill_s:,.2f} s, and {early:.0%} of the bytes are read meanwhile"
     )
 
 

@@ -76,6 +76,18 @@ def test_json_is_the_forecast_and_its_totals_are_sums(capsys):
     assert found["prefill"] == {"tp": 4, "pp": 1, "layout": "BLHNC", "block_tokens": 16}
 
 
+def test_a_followed_pull_is_planned_with_the_rate_of_prefill(capsys):
+    words = ("--model", "gpt-oss-20b", "--prompt", "32k", "--link", "10Gb/s", "--stream")
+    rate = ("--prefill-rate", "20000", "--chunk", "2k")
+    found = json.loads(printed(capsys, *words, *rate, "--json"))["streamed"]
+    assert found["prefill_seconds"] == 32768 / 20000
+    assert 0 < found["visible_seconds"] < 0.2
+    assert f"followed: {1e3 * found['visible_seconds']:,.2f} ms" in printed(capsys, *words, *rate)
+    assert main(["plan", *words]) == 2
+    said = "--prefill-rate: expected tokens per second, for --stream, got nothing"
+    assert said in capsys.readouterr().err
+
+
 def test_files_are_written_beside_the_table(capsys, tmp_path):
     json_file, svg_file = tmp_path / "plan.json", tmp_path / "plan.svg"
     out = printed(

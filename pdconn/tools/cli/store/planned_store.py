@@ -41,7 +41,7 @@ def configure_store(group: argparse._ArgumentGroup) -> None:
         "--prefill-rate",
         type=float,
         metavar="TOKENS/S",
-        help="tokens per second that prefill computes, for the break-even of --store",
+        help="tokens per second that prefill computes, for --stream and the break-even of --store",
     )
 
 
