@@ -76,6 +76,9 @@ def unpack(backend: str, address: bytes) -> Envelope:
         raise BadAddress(f"peer name of {len(envelope.name)} characters, 1 to {MAX_NAME_CHARS}")
     if envelope.checksum != _checksum(backend, envelope.name, envelope.payload):
         raise BadAddress(f"address of {envelope.name!r} is damaged: its checksum differs")
+    # MessagePack has several encodings of the same value.
+    if msgspec.msgpack.encode(envelope) != address:
+        raise BadAddress(f"address of {envelope.name!r} is damaged: it is not encoded as by pack")
     return envelope
 
 

@@ -31,6 +31,13 @@ def test_no_single_changed_byte_goes_unnoticed(data: st.DataObject) -> None:
         unpack("backend", good[:at] + bytes([good[at] ^ flip]) + good[at + 1 :])
 
 
+def test_another_encoding_of_the_same_number_is_noticed() -> None:
+    good = pack("backend", "name", bytes(range(100)))
+    assert good[117] == 0xCE, "an unsigned number of 4 bytes"
+    with pytest.raises(BadAddress, match="not encoded as by pack"):
+        unpack("backend", good[:117] + b"\xd2" + good[118:])
+
+
 def test_the_message_shows_both_sides() -> None:
     with pytest.raises(BadAddress, match="'theirs', ours is 'ours'"):
         unpack("ours", pack("theirs", "p", b""))
