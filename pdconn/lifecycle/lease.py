@@ -280,7 +280,7 @@ class Lease:
             return Denied(
                 RefusalReason.BAD_READER, f"ranks: theirs {reader.of}, in earlier claims {pull.of}"
             )
-        if self._cause is not None and (pull is None or reader.rank not in pull.claims):
+        if self._cause is not None and not self.is_claimed(reader, now):
             return Denied(refusal_after(self._cause), f"the lease is {self.state}")
         return None
 
@@ -293,7 +293,8 @@ class Lease:
         return len(self._pulls) >= self._max_pulls and reader.pull not in self._pulls
 
     def _grant(self, pull: _Pull, rank: int, now: float) -> Grant:
-        pull.claims[rank] = now + self._ttl_s
+        # What was granted while it grew may hold for longer, and its reader believes that.
+        pull.claims[rank] = max(now + self._ttl_s, pull.claims.get(rank, now))
         self.deadline = max(self.deadline, now + self._ttl_s)
         return Grant(self._ttl_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -95,6 +96,20 @@ def test_a_complete_lease_holds_for_its_time_and_for_every_claim() -> None:
     late.follow(READER, 8.0)
     late.complete(LeaseOffer("r", TICKET, 1.0, 8.5))
     assert late.deadline == 18.0
+
+
+def test_a_claim_that_has_expired_is_not_granted_anew_while_another_keeps_an_aborted_lease() -> (
+    None
+):
+    lease = growing()
+    late, other = Reader("p", 0, 2), Reader("p", 1, 2)
+    lease.follow(late, 0.0)
+    lease.follow(other, 4.0)
+    lease.abort(5.0)
+    assert isinstance(lease.follow(late, 9.0), Grant), "it holds still"
+    assert isinstance(lease.follow(other, 13.9), Grant)
+    assert refusal(lease.follow(late, 19.5)) is RefusalReason.ABORTED
+    assert lease.state is LeaseState.CLOSING
 
 
 def test_a_lease_is_completed_once() -> None:
@@ -220,7 +235,7 @@ class GrowingMachine(LawMachine):
         assert holding or not over, f"{over} have left it, and it is lent"
 
     def granted(self, reader: Reader, answer: Grant) -> None:
-        self.believed[reader] = self.now + answer.ttl_s
+        self.believed[reader] = max(self.now + answer.ttl_s, self.believed.get(reader, 0.0))
 
     def end(self, ended: list[FreedLease]) -> None:
         self.freed += ended
@@ -322,9 +337,25 @@ class RevokedUnderNobody(Lease):
             super().revoke()
 
 
+class ShortensClaims(Lease):
+    """Takes back a part of what it granted while it grew."""
+
+    def _grant(self, pull: Any, rank: int, now: float) -> Grant:
+        pull.claims.pop(rank, None)
+        return super()._grant(pull, rank, now)
+
+
+class GrantsAnew(Lease):
+    """Takes a claim that has expired for one that holds."""
+
+    def is_claimed(self, reader: Reader, now: float) -> bool:
+        pull = self._pulls.get(reader.pull)
+        return pull is not None and reader.rank in pull.claims
+
+
 BROKEN = (
     ConfirmsAnything, ConsumedWhileGrowing, ForgetsClaims, ExpiresWhileGrowing, KeepsAborted,
-    ForgetsWhoHasLeft, RevokedUnderNobody,
+    ForgetsWhoHasLeft, RevokedUnderNobody, ShortensClaims, GrantsAnew,
 )  # fmt: skip
 
 
