@@ -39,6 +39,14 @@ FIRST_REQUEST = Benchmark(
     **ENGINES,
 )  # fmt: skip
 
+_SERVED_COLUMNS = {
+    "ms": "{contestant:s}",
+    **{name: f"{{{key}.p50_s:ms3}}, {{{key}.p99_s:ms3}}"
+       for name, key in (("TTFT", "ttft"), ("ITL", "itl"), ("handover", "handover"))},
+    "within bounds": "{met} of {requests}",
+    "goodput, requests/s": "{goodput_per_s:.2f}", "wrong": "{wrong}",
+}  # fmt: skip
+
 SERVE = Benchmark(
     "serve",
     "What do users see: time to first token (TTFT), time between tokens (ITL), goodput?",
@@ -55,20 +63,33 @@ SERVE = Benchmark(
     ),
     7,
     (
-        Table(
-            ("serve",),
-            "contestants",
-            {"ms": "{contestant:s}",
-             **{name: f"{{{key}.p50_s:ms3}}, {{{key}.p99_s:ms3}}"
-                for name, key in (("TTFT", "ttft"), ("ITL", "itl"), ("handover", "handover"))},
-             "within bounds": "{met} of {requests}",
-             "goodput, requests/s": "{goodput_per_s:.2f}", "wrong": "{wrong}"},
-            CONTESTANTS,
-        ),
+        Table(("serve",), "contestants", _SERVED_COLUMNS, CONTESTANTS),
     ),
     drop=frozenset({"turns", "manifest"}),
     **ENGINES,  # type: ignore[arg-type]
 )  # fmt: skip
+
+_SERVED = (
+    "pdconn bench serve --contestants pdconn,pdconn-streams,single --prompt 600 --cores one-process"
+)
+SERVE_STREAMS = Benchmark(
+    "serve_streams",
+    "What do users see of `--streams on` while many ask at once?",
+    "As above, with workers inside the engines' processes: 48 prompts of 600 tokens, 8 at a time, "
+    "12 rounds; then 60 requests at 10.7 a second, at random times, 6 rounds, 90 % of what "
+    "the ordinary way carries. Milliseconds, median and 99th percentile.",
+    (
+        Command("load", f"{_SERVED} --requests 48 --concurrency 8 --rounds 12 --seed 1"),
+        Command("rate", f"{_SERVED} --requests 60 --rate 10.7 --rounds 6"),
+    ),
+    6,
+    (
+        Table(("load",), "contestants", _SERVED_COLUMNS, CONTESTANTS),
+        Table(("rate",), "contestants", _SERVED_COLUMNS, CONTESTANTS),
+    ),
+    drop=frozenset({"turns", "manifest"}),
+    **ENGINES,  # type: ignore[arg-type]
+)
 
 DEMO = Benchmark(
     "demo",

@@ -30,6 +30,7 @@ _LIST = (
     interference.ITL,
     interference.ITL_LENDING,
     handovers.SERVE,
+    handovers.SERVE_STREAMS,
     router.ROUTING,
     router.PROXY_COST,
     router.TRACE,

@@ -23,6 +23,7 @@ CONTESTANTS = {
     "pdconn": "**pdconn**",
     "pdconn-sample": "pdconn, `verify: sample`",
     "pdconn-always": "pdconn, `verify: always`",
+    "pdconn-streams": "pdconn, `--streams on`",
     "pdconn-tcp": "pdconn over TCP",
     "pdconn-tcp-ucx": "pdconn over TCP, `transport: ucx`",
 }
