@@ -155,3 +155,14 @@ def test_serve() -> None:
         "| **pdconn** | 180, 9 749 | 180, 9 749 | | 12 of 12 | 1.76 | 0 |",
         "| other | 180, 9 749 | 180, 9 749 | | 1 of 12 | 0.02 | 3 |",
     ]
+
+
+def test_serve_streams() -> None:
+    times = {"p50_s": 0.18, "p99_s": 9.749}
+    row = {"ttft": times, "itl": times, "handover": times, "requests": 576, "wrong": 0}
+    load = {**row, "contestant": "pdconn-streams", "met": 471, "goodput_per_s": 10.119}
+    rate = {**row, "contestant": "pdconn", "met": 300, "goodput_per_s": 8.3}
+    found = made("serve_streams", load={"contestants": [load]}, rate={"contestants": [rate]})
+    shown = "180, 9 749 | 180, 9 749 | 180, 9 749"
+    assert f"| pdconn, `--streams on` | {shown} | 471 of 576 | 10.12 | 0 |" in found
+    assert found[-1] == f"| **pdconn** | {shown} | 300 of 576 | 8.30 | 0 |"
