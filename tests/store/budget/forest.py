@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from pdconn.store.format.row import NO_KEY, RowKind, RowName
 
@@ -26,3 +27,14 @@ def needs(name: RowName, other: RowName) -> bool:
     if other.kind is RowKind.WA:
         return other.key == name.key
     return other.index == name.index + 1 and other.parent == name.key
+
+
+def nbytes_there(root: Path) -> int:
+    """Bytes of rows and parts; a part that is being committed has two names."""
+    sizes = {}
+    for top in ("rows", "parts"):
+        for path in (root / top).rglob("*"):
+            if path.is_file() and ".note" not in path.name and path.name != "layout.json":
+                found = path.stat()
+                sizes[found.st_ino] = found.st_size
+    return sum(sizes.values())

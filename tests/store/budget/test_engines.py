@@ -16,7 +16,7 @@ CAPACITY = 40 * (36 << 10)
 PATIENCE_S = 30.0
 
 
-def nbytes_there(root: Path) -> int:
+def listed_nbytes(root: Path) -> int:
     """Of rows and parts."""
     with FilesShelf(root) as shelf:
         return sum(row.nbytes for row in shelf.rows()) + sum(part.nbytes for part in shelf.parts())
@@ -49,7 +49,7 @@ def test_engines_share_a_small_root(tmp_path: Path) -> None:
                     assert not outcome.wrong
                     loaded += outcome.loaded
                     engine.settle()
-                assert nbytes_there(tmp_path) <= CAPACITY
+                assert listed_nbytes(tmp_path) <= CAPACITY
                 for name, amount in engine.store.take_store_counts().items():
                     if name in counts:
                         counts[name] += amount
@@ -61,4 +61,4 @@ def test_engines_share_a_small_root(tmp_path: Path) -> None:
     assert counts["store_rows_committed"] * (36 << 10) > CAPACITY
     usage = recorded_usage(tmp_path)
     assert usage is not None
-    assert usage.committed == nbytes_there(tmp_path)
+    assert usage.committed == listed_nbytes(tmp_path)

@@ -24,6 +24,7 @@ import pytest
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.format.row import RowKind
 from pdconn.store.shelf.files_shelf import FilesShelf
+from tests.store.budget.forest import nbytes_there
 from tests.store.processes.saver import PAGE
 
 CAPACITY = 120 * PAGE
@@ -83,17 +84,6 @@ import sys
 from tests.store.processes.saver import Saver
 Saver(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])).run()
 """
-
-
-def nbytes_there(root: Path) -> int:
-    """Of files below rows and parts; a part that is being committed has two names."""
-    sizes = {}
-    for top in ("rows", "parts"):
-        for path in (root / top).rglob("*"):
-            if path.is_file():
-                found = path.stat()
-                sizes[found.st_ino] = found.st_size
-    return sum(sizes.values())
 
 
 def looked_at(root: Path, savers: list[SaverProcess]) -> int:
@@ -198,6 +188,7 @@ def test_a_wrong_budget_is_exceeded(tmp_path: Path, wrong: str) -> None:
     try:
         while looked_at_one(tmp_path, saver) <= CAPACITY:
             assert time.monotonic() < until, "nothing was wrong"
+            saver.wait_for("saved", 1)  # one that is stopped again and again does not get on
     finally:
         saver.kill()
 

@@ -16,6 +16,7 @@ from pdconn.store.format.prompt_rows import Chain, find_boundary
 from pdconn.store.format.row import RowKind
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.verify import RowState, check_rows
+from tests.store.budget.forest import nbytes_there
 from tests.store.joined.rig import FakeEngine, until_ready
 from tests.store.processes.dying import (
     MODEL,
@@ -53,11 +54,10 @@ def check_what_is_left(root: Path) -> None:
     reader = FakeEngine(settings(str(root), read_only=True), MODEL, SHAPE, budget=None)
     try:
         with FilesShelf(root) as shelf:
-            rows, parts = list(shelf.rows()), list(shelf.parts())
+            rows = list(shelf.rows())
             states = {one.state for one in check_rows(shelf, rows, {"ns": reader.layout})}
         assert states <= {RowState.GOOD}, "a row that is not whole has a name"
-        held = sum(row.nbytes for row in rows) + sum(part.nbytes for part in parts)
-        assert held <= wanted.capacity, "more than the budget"
+        assert nbytes_there(root) <= wanted.capacity, "more than the budget"
         names = {row.name for row in rows}
         for tokens in prompts():
             chain = Chain(64).extended(tokens)
