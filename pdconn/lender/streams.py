@@ -194,10 +194,6 @@ class StreamTable(Generic[S]):
         found.readers[reader] = session
         return found.announced_to(reader.pull)
 
-    def has_stream(self, request: str) -> bool:
-        """Whether ``request`` has an open stream."""
-        return request in self._of_request
-
     def is_growing(self, request: str) -> bool:
         """Whether ``request`` has a stream that is not complete."""
         stream = self._of_request.get(request)

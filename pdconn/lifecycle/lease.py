@@ -474,8 +474,10 @@ class LeaseTable:
     def _settle(self, request: str, lease: Lease, timer_spent: bool = False) -> list[FreedLease]:
         freed = lease.freed
         if freed is None:
-            if timer_spent or lease.next_expiry() < lease.deadline:
-                heapq.heappush(self._timers, (lease.next_expiry(), request))
+            due = lease.next_expiry()
+            # A lease that grows needs none: what ends that comes here.
+            if due < math.inf and (timer_spent or due < lease.deadline):
+                heapq.heappush(self._timers, (due, request))
             return []
         del self._leases[request]
         self._ended[request] = freed

@@ -98,10 +98,8 @@ def test_a_complete_lease_holds_for_its_time_and_for_every_claim() -> None:
     assert late.deadline == 18.0
 
 
-def test_a_claim_that_has_expired_is_not_granted_anew_while_another_keeps_an_aborted_lease() -> (
-    None
-):
-    lease = growing()
+def grants_no_expired_claim(lease: Lease) -> None:
+    """Another claim keeps an aborted lease meanwhile."""
     late, other = Reader("p", 0, 2), Reader("p", 1, 2)
     lease.follow(late, 0.0)
     lease.follow(other, 4.0)
@@ -110,6 +108,30 @@ def test_a_claim_that_has_expired_is_not_granted_anew_while_another_keeps_an_abo
     assert isinstance(lease.follow(other, 13.9), Grant)
     assert refusal(lease.follow(late, 19.5)) is RefusalReason.ABORTED
     assert lease.state is LeaseState.CLOSING
+
+
+def test_a_claim_that_has_expired_is_not_granted_anew_by_a_lease_that_closes() -> None:
+    grants_no_expired_claim(growing())
+
+
+def num_timers(num_streams: int) -> int:
+    """Of a table through which so many streams have gone, while one lease was always there."""
+    table = LeaseTable()
+    table.add_lease(LeaseOffer("always", TICKET, 1e6, 0.0))
+    for number in range(num_streams):
+        name, at = f"r{number}", float(number)
+        table.add_lease(LeaseOffer(name, None, TTL_S, at))
+        table.complete_lease(LeaseOffer(name, TICKET, TTL_S, at))
+        table.leave_lease(name, READER, at)
+        table.free_expired(at)
+        table.next_expiry()
+    table.free_expired(num_streams + TTL_S)
+    return len(table._timers)
+
+
+def test_a_lender_that_is_never_idle_keeps_no_timer_of_a_stream_that_is_over() -> None:
+    """One at infinity stayed of each, until an idle moment had to remove them all."""
+    assert num_timers(100) == 1
 
 
 def test_a_lease_is_completed_once() -> None:
@@ -355,7 +377,7 @@ class GrantsAnew(Lease):
 
 BROKEN = (
     ConfirmsAnything, ConsumedWhileGrowing, ForgetsClaims, ExpiresWhileGrowing, KeepsAborted,
-    ForgetsWhoHasLeft, RevokedUnderNobody, ShortensClaims, GrantsAnew,
+    ForgetsWhoHasLeft, RevokedUnderNobody, ShortensClaims,
 )  # fmt: skip
 
 
@@ -365,3 +387,20 @@ def test_the_laws_notice_a_lease_that_breaks_them(
 ) -> None:
     monkeypatch.setattr(lease_module, "Lease", broken)
     notices(GrowingMachine, examples=EXAMPLES, steps=STEPS)
+
+
+def test_that_law_notices_a_lease_that_grants_an_expired_claim_anew() -> None:
+    with pytest.raises(AssertionError):
+        grants_no_expired_claim(GrantsAnew(LeaseOffer("r", None, TTL_S, 0.0)))
+
+
+def test_that_law_notices_timers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeaseTable, "next_expiry", lambda self: None)
+    real = LeaseTable.add_lease
+
+    def with_a_timer(self: LeaseTable, offer: LeaseOffer) -> None:
+        real(self, offer)
+        self._timers.append((math.inf, offer.request))
+
+    monkeypatch.setattr(LeaseTable, "add_lease", with_a_timer)
+    assert num_timers(100) > 100

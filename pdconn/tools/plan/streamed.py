@@ -34,8 +34,8 @@ class StreamedForecast:
     Attributes:
         prefill_s: seconds that prefill computes.
         visible_s: seconds from prefill's last step to the end of the pull.
-        early_bytes: bytes that all ranks read before the last step is over, of full attention.
-        reads: reads after one another; each is of what was filled since the one before.
+        early_bytes: bytes that all ranks have read when the last step is over.
+        reads: reads after one another; each is of what was filled since the one before began.
     """
 
     prefill_rate: float
@@ -67,21 +67,26 @@ def forecast_streamed(
     full = [one for one in made.groups if one.group.kind is AttentionKind.FULL]
     full_s = sum(map(made.seconds_of, full))
     block = max((one.their_block_tokens for one in full), default=1)
-    ended_s, read, reads, early = 0.0, made.hit_tokens // block * block, 0, 0.0
-    pulled = -(-(made.prompt_tokens - 1) // block) * block - read
+    prefill_s = made.prompt_tokens / prefill_rate
+    pulled_from = made.hit_tokens // block * block
+    pulled = -(-(made.prompt_tokens - 1) // block) * block - pulled_from
+    ended_s, read, reads, carried = 0.0, pulled_from, 0, 0.0
     for computed in _steps(made.prompt_tokens, chunk_tokens):
         written = computed // block * block
         if not full or written <= read:
             continue
-        share = (written - read) / pulled
-        ended_s = max(ended_s, computed / prefill_rate) + full_s * share
-        read, reads, early = written, reads + 1, early + share
-    prefill_s = made.prompt_tokens / prefill_rate
-    rest_s = made.slowest.seconds - full_s * early
+        took_s, over_s = full_s * (written - read) / pulled, computed / prefill_rate
+        reads += over_s >= ended_s  # else it is read with what the steps before have filled
+        start_s = max(ended_s, over_s)
+        carried += min(took_s, max(0.0, prefill_s - start_s))
+        ended_s, read = start_s + took_s, written
+    early_s = full_s * (read - pulled_from) / pulled
+    rest_s = made.slowest.seconds - early_s
     last_s = max(ended_s, prefill_s) + rest_s + made.latency_s * (ROUND_TRIPS - 1) / ROUND_TRIPS
-    nbytes = sum(one.cost.nbytes for one in full)
+    nbytes = sum(one.cost.nbytes for one in full) * (carried / full_s if full_s else 0.0)
+    visible_s = last_s - prefill_s
     return StreamedForecast(
-        prefill_rate, chunk_tokens, prefill_s, last_s - prefill_s, round(nbytes * early), reads + 1
+        prefill_rate, chunk_tokens, prefill_s, visible_s, round(nbytes), reads + 1
     )
 
 

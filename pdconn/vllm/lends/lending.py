@@ -433,19 +433,22 @@ class Lending(SchedulerPart):
             return
         log.info("pdconn: cache reset: ending leases: leases=%d", len(self.pins))
         self._lender.abort_all()
-        if self._unpinned_within(_RESET_S):
-            return
-        log.warning("pdconn: cache reset: revoking leases being read: leases=%d", len(self.pins))
-        self._lender.revoke_all()
-        if not self._unpinned_within(_RESET_S):
-            log.error("pdconn: cache reset: blocks are still pinned: leases=%d", len(self.pins))
+        # Readers of streams of which nothing is pinned yet have nothing to read.
+        if not self._falls_to_zero(lambda: self.pins.num_blocks):
+            read = len(self.pins)
+            log.warning("pdconn: cache reset: revoking leases being read: leases=%d", read)
+        if self.pins:
+            self._lender.revoke_all()
+        if not self._falls_to_zero(lambda: len(self.pins)):
+            log.error("pdconn: cache reset: leases have not ended: leases=%d", len(self.pins))
 
-    def _unpinned_within(self, seconds: float) -> bool:
-        give_up = time.monotonic() + seconds
-        while self.pins and time.monotonic() < give_up:
+    def _falls_to_zero(self, count: Callable[[], int]) -> bool:
+        """Whether ``count`` of what is pinned falls to 0 within ``_RESET_S``."""
+        give_up = time.monotonic() + _RESET_S
+        while count() and time.monotonic() < give_up:
             time.sleep(0.001)
             self.unpin_freed()
-        return not self.pins
+        return not count()
 
     # A stop
 

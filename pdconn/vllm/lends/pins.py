@@ -165,8 +165,8 @@ class LeasePins:
         """Requests of prompts that were lent for longer than ``seconds``; each is returned once."""
         found = []
         while self._young and now - self._young[0][0] > seconds:
-            _, name = self._young.popleft()
-            if name in self._lent[LeaseKind.PROMPT]:
+            at, name = self._young.popleft()
+            if self._lent[LeaseKind.PROMPT].get(name) == at:  # else its name is used again
                 found.append(name)
         return found
 

@@ -51,6 +51,9 @@ def test_the_last_chunk_is_left_and_what_the_link_could_not_carry_meanwhile() ->
     assert slow_prefill.early_bytes == 9 * 160 * NBYTES
     assert slow_prefill.reads == 10
     fast_prefill = forecast_streamed(made, 1600.0, 160)
+    # 1 s of prefill, of which the first step is 0.1; the link carries 1 MB a second.
+    assert fast_prefill.early_bytes == 900_000
+    assert fast_prefill.reads < 10
     assert fast_prefill.visible_s == pytest.approx(0.1 + 9 * step_s + last_s - 1.0)
 
 

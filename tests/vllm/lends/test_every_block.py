@@ -328,7 +328,7 @@ class WaitsForReaders(Lending):
     def take_back(self) -> None:
         if self._lender is not None and self.pins:
             self._lender.abort_all()
-            self._unpinned_within(1.0)
+            self._falls_to_zero(lambda: len(self.pins))
 
 
 class DeafToResets(Lending):
@@ -352,7 +352,7 @@ class TakesBackAlways(Lending):
         if self._lender is not None:
             self.unpin_freed()
             self._lender.revoke_all()
-            self._unpinned_within(1.0)
+            self._falls_to_zero(lambda: len(self.pins))
 
 
 class UnpinsWhatExpired(Lending):
