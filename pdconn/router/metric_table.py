@@ -165,7 +165,8 @@ METRICS = (
         "pdconn_router_decode_first_byte_seconds",
         "histogram",
         (),
-        "Time from sending a request to decode until the first byte of the answer's body",
+        "Time from sending a request to decode, or from prefill's answer if decode was asked "
+        "before it (--streams), until the first byte of decode's answer; 0 if decode was first",
         _ENGINE_SECONDS,
     ),
     RouterMetric(

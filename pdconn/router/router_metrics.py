@@ -173,8 +173,8 @@ class RouterMetrics:
                 self._families["time_to_ticket_seconds"].observe(event.waited_s)
                 if event.cached_tokens is not None and not event.has_borrowed:
                     self._reported(request.decision, event.engine, event.cached_tokens)
-            case FirstByte(is_good=True, waited_s=waited_s):
-                self._families["decode_first_byte_seconds"].observe(waited_s)
+            case FirstByte(is_good=True):
+                self._families["decode_first_byte_seconds"].observe(request.outcome().first_byte_s)
             case Streamed(start=start):
                 self._families["streams_total"].labels(start.value).inc()
             case Passed(is_served=True, status=status) if status < 400:

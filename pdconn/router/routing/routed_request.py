@@ -10,7 +10,11 @@
     its body            a prefix  until the  until its  until its
                                   ticket     first byte last byte
 
-With an early ticket (``handover.early_leg``) decode begins while prefill is under way.
+With an early ticket (``handover.early_leg``) decode is asked while prefill is under way.  Until
+prefill answers it *follows*, and from then on the hand-over counts as without one::
+
+    receive ─► route ─► prefill ──────────────► decode ─► stream
+                              └► follow ──────┘
 
 - A ``RoutedRequest`` is passed along.  Everything that happens to it is appended to its ``events``,
   which are immutable: which engines answered, how long they took, its steps, spans, metrics, access
@@ -23,7 +27,7 @@ With an early ticket (``handover.early_leg``) decode begins while prefill is und
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,6 +66,7 @@ class StepKind(Enum):
     ROUTE = "route"
     BORROW = "borrow"
     PREFILL = "prefill"
+    FOLLOW = "follow"
     DECODE = "decode"
     STREAM = "stream"
 
@@ -72,7 +77,7 @@ _ASKS = (StepKind.PREFILL, StepKind.DECODE)
 Fact = str | int | float | bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Event:
     """Something that happened to a request, with its time by ``time.perf_counter``."""
 
@@ -473,7 +478,8 @@ class Outcome:
         ticket_s: from asking prefill until its ticket arrived; None if decode had none.
         early_s: from asking prefill until decode was asked with an early ticket; None if it was
             not, or if that was of no use.
-        first_byte_s: from asking decode until the first byte of its answer.
+        first_byte_s: from asking decode until the first byte of its answer; with an early ticket
+            from prefill's answer, and 0 if decode was first.
         end: how it ended; None while it is running.
         total_s: from the request's arrival until its end.
         pull: the pull of a prefix by prefill, successful or not.
@@ -517,6 +523,11 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
     ended: RequestEnded | None = last.get(RequestEnded)
     reason = None if direct is None else direct.reason
     is_spent = reason is Direct.TICKET_SPENT
+    first_byte_s = None
+    if first_byte is not None:
+        # What decode waits for prefill is no part of the hand-over.
+        prefilled_s = _followed(events).get(first_byte.began, first_byte.began.at_s)
+        first_byte_s = 0.0 if prefilled_s is None else max(0.0, first_byte.at_s - prefilled_s)
     counted = None if ended is None else ended.prompt_tokens
     if prefilled is not None and counted is None:
         counted = prefilled.prompt_tokens
@@ -528,7 +539,7 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
         cached_tokens=None if prefilled is None else prefilled.cached_tokens,
         ticket_s=None if prefilled is None or is_spent else prefilled.ticket_s,
         early_s=None if streamed is None or reason is not None else streamed.after_s,
-        first_byte_s=None if first_byte is None else first_byte.waited_s,
+        first_byte_s=first_byte_s,
         end=None if ended is None else ended.end,
         total_s=None if ended is None else ended.at_s - _arrived_s(events),
         pull=None if pulled is None else pulled.pull,
@@ -545,7 +556,11 @@ def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
     asked: list[Began] = []
     until_s: dict[Began, float] = {}
     answered: set[Began] = set()
-    borrowed: tuple[Began, float] | None = None  # a prefix, by the prefill that waited for it
+    # The first part of a step, where it has two; its end is None while that is not known.
+    first: dict[Began, tuple[StepKind, float | None]] = {
+        began: (StepKind.FOLLOW, prefilled_s) for began, prefilled_s in _followed(events).items()
+    }
+    has_borrowed = False
     ended_s: float | None = None
     for event in events:
         match event:
@@ -556,8 +571,10 @@ def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
                 answered.add(event.began)
             case Over():
                 until_s.setdefault(event.began, event.at_s)
-            case Pulled() if borrowed is None and asked:
-                borrowed = asked[-1], event.at_s
+            # A prefix, by the prefill that waited for it.
+            case Pulled() if not has_borrowed and asked:
+                has_borrowed = True
+                first.setdefault(asked[-1], (StepKind.BORROW, event.at_s))
             case RequestEnded():
                 ended_s = event.at_s
     arrived_s = _arrived_s(events)
@@ -573,15 +590,39 @@ def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
     last = {one.step: one for one in asked}
     for one in asked:
         is_good = one is last[one.step] and one in answered
-        start_s, end_s = one.at_s, until_s.get(one, ended_s)
-        if borrowed is not None and borrowed[0] is one:
-            start_s = borrowed[1]
-            made.append(step(StepKind.BORROW, one.at_s, start_s))
-        made.append(step(one.step, start_s, end_s, end_s is not None and not is_good))
+        kind, start_s, end_s = one.step, one.at_s, until_s.get(one, ended_s)
+        if one in first:
+            part, part_s = first[one]
+            if part_s is None or (end_s is not None and end_s < part_s):
+                kind = part
+            else:
+                made.append(step(part, start_s, part_s))
+                start_s = part_s
+        made.append(step(kind, start_s, end_s, end_s is not None and not is_good))
     served = last.get(StepKind.DECODE)
     if served is not None and served in answered:
         made.append(step(StepKind.STREAM, until_s[served], ended_s))
     return tuple(made)
+
+
+def _followed(events: Iterable[Event]) -> dict[Began, float | None]:
+    """Decode's steps that began with an early ticket, with the time of prefill's answer."""
+    found: dict[Began, float | None] = {}
+    is_early = False
+    for event in events:
+        match event:
+            case Streamed():
+                is_early = event.after_s is not None
+            case WentDirect():
+                is_early = is_early and event.reason is None
+            case Began(step=StepKind.DECODE) if is_early:
+                found[event] = None
+            case Prefilled():
+                is_early = False
+                found = {
+                    began: event.at_s if at_s is None else at_s for began, at_s in found.items()
+                }
+    return found
 
 
 def _arrived_s(events: Sequence[Event]) -> float:

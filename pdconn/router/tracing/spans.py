@@ -105,8 +105,8 @@ class RequestSpans:
                     alone=decision.ranking.alone,
                     without_lookup=decision.unknown,
                 )
-            case FirstByte(began=began, waited_s=waited_s):
-                self._open[began].note(first_byte_seconds=waited_s)
+            case FirstByte(began=began):
+                self._open[began].note(first_byte_seconds=request.outcome().first_byte_s)
             case Over(began=began, error=error):
                 span = self._open.pop(began)
                 if error is not None:

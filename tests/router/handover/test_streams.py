@@ -93,10 +93,40 @@ async def test_an_access_log_line_and_the_page_say_when_decode_was_asked(caplog)
         page = json.loads((await d.send(f"/debug/route/{request_id}", method="GET")).body)
         assert 0 <= page["early_ms"] < page["ticket_ms"]
         steps = {step["step"]: step for step in page["steps"]}
-        assert steps["decode"]["start_ms"] < steps["prefill"]["end_ms"]
+        assert steps["prefill"]["start_ms"] < steps["follow"]["start_ms"]
+        assert (
+            steps["follow"]["end_ms"] == steps["prefill"]["end_ms"] == steps["decode"]["start_ms"]
+        )
+        took_ms = steps["decode"]["end_ms"] - steps["decode"]["start_ms"]
+        assert page["first_byte_ms"] == pytest.approx(took_ms, abs=0.01)
         assert not any(step["failed"] for step in page["steps"])
         [line] = [text for r in caplog.records if request_id in (text := r.getMessage())]
         assert "early_seconds=0" in line
+
+
+@in_loop
+async def test_the_hand_over_is_measured_without_decodes_wait_for_prefill():
+    """With streams and without: else a median over both would compare nothing."""
+    handed_over_s = "decode_first_byte_seconds_sum"
+    async with streaming() as d:
+        await teach(d)
+        before_s = d.metric(handed_over_s)
+        asking = await ask_early(d)
+        await asyncio.sleep(2)
+        let_compute(d)
+        await asking
+        assert d.metric("time_to_ticket_seconds_sum") > 2
+        assert d.metric(handed_over_s) - before_s < 1
+        d.prefill[0].boot = None  # the control: decode is slow after prefill's answer
+        d.decode[0].script = slow
+        before_s = d.metric(handed_over_s)
+        await d.complete()
+        assert d.metric(handed_over_s) - before_s >= 0.1
+
+
+async def slow(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(0.1)
+    return await engine.answer(seen, http)
 
 
 # Where prefill lends from

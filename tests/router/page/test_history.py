@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
@@ -217,31 +218,54 @@ def test_steps_follow_each_other_from_arrival_to_the_last_byte():
     ]
 
 
-def test_decode_that_is_asked_early_has_a_step_beside_prefills():
+def early(at_s: float) -> Event:
+    return Streamed(EarlyStart.STARTED, 0.5, at_s=at_s)
+
+
+def test_decode_that_is_asked_early_follows_beside_prefills_step_until_prefill_answers():
     pull = PrefixPull("h", 64, 64, 0.5)
     prefill, decode = asked(PREFILL, 1.0), asked(DECODE, 2.0)
-    asks = prefill, Pulled(pull, at_s=1.5), decode, prefilled(prefill, 5.0), over(prefill, 5.0)
+    asks = prefill, Pulled(pull, at_s=1.5), early(2.0), decode, prefilled(prefill, 5.0)
     taken = Pulled(replace(pull, end=PullEnd.TAKEN), at_s=5.0)
-    assert steps(0.0, 0.0, *asks, taken, first_byte(decode, 6.0), ended(9.0))[2:] == [
+    answered = over(prefill, 5.0), taken, first_byte(decode, 6.0), ended(9.0)
+    assert steps(0.0, 0.0, *asks, *answered)[2:] == [
         ("borrow", 1.0, 1.5, False),
         ("prefill", 1.5, 5.0, False),
-        ("decode", 2.0, 6.0, False),
-        ("stream", 6.0, 9.0, False),
-    ]
-    again = asked(DECODE, 5.0)  # prefill lends nothing, and decode computes the prompt
-    asks = prefill, decode, over(prefill, 4.5), over(decode, 4.5), again
-    assert steps(0.0, 0.0, *asks, first_byte(again, 6.0), ended(9.0))[2:] == [
-        ("prefill", 1.0, 4.5, True),
-        ("decode", 2.0, 4.5, True),
+        ("follow", 2.0, 5.0, False),
         ("decode", 5.0, 6.0, False),
         ("stream", 6.0, 9.0, False),
     ]
-    first = prefill, decode, first_byte(decode, 3.0)  # decode answers, and prefill has not yet
+    assert steps(0.0, 0.0, *asks[:4])[-1] == ("follow", 2.0, None, False)
+    again = asked(DECODE, 5.0)  # prefill lends nothing, and decode computes the prompt
+    gone = over(prefill, 4.5), over(decode, 4.5), WentDirect(Direct.PREFILL_ERROR, at_s=4.5)
+    answered = again, first_byte(again, 6.0), ended(9.0)
+    assert steps(0.0, 0.0, prefill, early(2.0), decode, *gone, *answered)[2:] == [
+        ("prefill", 1.0, 4.5, True),
+        ("follow", 2.0, 4.5, True),
+        ("decode", 5.0, 6.0, False),
+        ("stream", 6.0, 9.0, False),
+    ]
+
+
+def test_decode_that_answers_before_prefill_has_followed_until_then():
+    prefill, decode = asked(PREFILL, 1.0), asked(DECODE, 2.0)
+    first = prefill, early(2.0), decode, first_byte(decode, 3.0)
     assert steps(0.0, 0.0, *first)[2] == ("prefill", 1.0, None, False)
     assert steps(0.0, 0.0, *first, ended(9.0), prefilled(prefill, 9.5))[2:] == [
         ("prefill", 1.0, 9.5, False),
-        ("decode", 2.0, 3.0, False),
+        ("follow", 2.0, 3.0, False),
         ("stream", 3.0, 9.0, False),
+    ]
+
+
+def test_engines_that_are_asked_in_one_moment_have_a_step_each():
+    """Two steps that began at the same time were one: the clock may not have moved."""
+    prefill, decode = asked(PREFILL, 1.0), asked(DECODE, 1.0)
+    assert len({prefill, decode}) == 2
+    assert steps(0.0, 0.0, prefill, decode, first_byte(decode, 2.0))[2:] == [
+        ("prefill", 1.0, None, False),
+        ("decode", 1.0, 2.0, False),
+        ("stream", 2.0, None, False),
     ]
 
 
@@ -307,6 +331,37 @@ def test_steps_leave_no_gap_whatever_is_tried_again(prefills, decodes, borrowed_
     assert all(one.end_s == following.start_s for one, following in pairwise(found))
     assert (found[0].start_s, found[-1].end_s) == (0.0, moments[-1] - 1.0)
     assert sum(one.failed for one in found) == len(prefills) + len(decodes) - 2
+
+
+LATER = st.floats(0.0, 9.0)
+
+
+@given(LATER, LATER, LATER)
+def test_the_first_byte_counts_from_prefills_answer_whenever_decode_was_asked(wait, rest, late):
+    """So that what is measured with streams and without is the same time."""
+    prefill, decode = asked(PREFILL, 1.0), asked(DECODE, 1.0 + wait)
+    prefilled_s = 1.0 + wait + rest
+    answered = prefilled(prefill, prefilled_s), first_byte(decode, prefilled_s + late)
+    asks = Received(0.0, at_s=1.0), prefill, early(1.0 + wait), decode, *answered
+    found = outcome_of(asks)
+    assert found.first_byte_s == pytest.approx(late)
+    (_, _, prefill_step, follow, decode_step, _) = found.steps
+    assert prefill_step.end_s == follow.end_s == decode_step.start_s
+    assert decode_step.start_s + late == pytest.approx(decode_step.end_s)
+    # The control: a decode engine that computes by itself, asked in the same moment.
+    spent = WentDirect(Direct.TICKET_SPENT, at_s=1.0 + wait)
+    alone = outcome_of([*asks[:3], spent, decode, *answered])
+    assert alone.first_byte_s == pytest.approx(rest + late)
+    assert "follow" not in {step.kind.value for step in alone.steps}
+
+
+def test_an_answer_of_decode_before_prefills_has_waited_for_nothing():
+    prefill, decode = asked(PREFILL, 1.0), asked(DECODE, 2.0)
+    events = [Received(0.0), prefill, early(2.0), decode, first_byte(decode, 3.0)]
+    assert outcome_of(events).first_byte_s == 0
+    assert outcome_of([*events, ended(4.0), prefilled(prefill, 5.0)]).first_byte_s == 0
+    events.remove(events[2])  # the control
+    assert outcome_of(events).first_byte_s == 1
 
 
 def test_a_spent_ticket_was_none():
