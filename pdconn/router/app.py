@@ -53,7 +53,8 @@ from pdconn.router.router_errors import (
     NoEngineLeft,
     RequestTimedOut,
 )
-from pdconn.router.routing.routed_request import Event, FirstToken, Received, RoutedRequest
+from pdconn.router.routing.request_events import Event, FirstToken, Received
+from pdconn.router.routing.routed_request import RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, RequestSpans, Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
 

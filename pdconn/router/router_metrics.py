@@ -35,19 +35,18 @@ from pdconn.router.metric_table import METRICS, DecisionKind, ReportedTokens, Ti
 from pdconn.router.openai.requests import Route
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Decision
-from pdconn.router.routing.routed_request import (
+from pdconn.router.routing.request_events import (
     Decided,
     Event,
     FirstByte,
     FirstToken,
-    Outcome,
     Passed,
     Prefilled,
     Pulled,
     RequestEnded,
-    RoutedRequest,
     Streamed,
 )
+from pdconn.router.routing.routed_request import Outcome, RoutedRequest
 
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}

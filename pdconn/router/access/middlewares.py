@@ -31,7 +31,8 @@ from pdconn.router.router_errors import (
     Refusal,
     UnsupportedEncoding,
 )
-from pdconn.router.routing.routed_request import Guess, Passed, RequestEnded, RoutedRequest
+from pdconn.router.routing.request_events import Passed, RequestEnded
+from pdconn.router.routing.routed_request import Guess, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 from transport.errors import shown
 

@@ -35,7 +35,8 @@ from pdconn.router.background import Background
 from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.router_errors import Refusal
-from pdconn.router.routing.routed_request import Abandoned, ClientLeft, RoutedRequest, StepKind
+from pdconn.router.routing.request_events import ClientLeft, StepKind
+from pdconn.router.routing.routed_request import Abandoned, RoutedRequest
 
 #: Much longer than what it waits for, which takes milliseconds in a healthy engine, and a second
 #: where many engines share few cores.  The cost: an engine learns up to this much later that the

@@ -44,13 +44,8 @@ from pdconn.router.metric_table import EarlyStart
 from pdconn.router.openai.requests import Route
 from pdconn.router.routing.decision_log import DecisionLog
 from pdconn.router.routing.policy import Candidate, Decision
-from pdconn.router.routing.routed_request import (
-    ClientLeft,
-    Event,
-    RoutedRequest,
-    StepKind,
-    Streamed,
-)
+from pdconn.router.routing.request_events import ClientLeft, Event, StepKind, Streamed
+from pdconn.router.routing.routed_request import RoutedRequest
 
 AskEngines = Callable[[], Coroutine[Any, Any, EngineAnswer]]
 """Asks decode engines, each with what is the request's ``usable_ticket`` then."""

@@ -46,19 +46,17 @@ from pdconn.router.router_errors import EngineFailure, HandoverRequired, NoEngin
 from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Decision
-from pdconn.router.routing.routed_request import (
-    Abandoned,
+from pdconn.router.routing.request_events import (
     Began,
     Decided,
     FirstByte,
     Learned,
     Over,
     Passed,
-    RoutedRequest,
     StepKind,
     WentDirect,
-    said,
 )
+from pdconn.router.routing.routed_request import Abandoned, RoutedRequest, said
 
 _NOT_FOUND = 404
 

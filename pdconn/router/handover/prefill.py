@@ -30,14 +30,8 @@ from pdconn.router.openai.requests import Direct, Route, to_rank
 from pdconn.router.router_errors import EngineFailure, NoEngineLeft
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Decision
-from pdconn.router.routing.routed_request import (
-    Began,
-    Learned,
-    Prefilled,
-    RoutedRequest,
-    StepKind,
-    WentDirect,
-)
+from pdconn.router.routing.request_events import Began, Learned, Prefilled, StepKind, WentDirect
+from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 

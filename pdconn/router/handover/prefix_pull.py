@@ -39,14 +39,8 @@ from pdconn.router.pulls.planner import RESTS_S, PullPlanner
 from pdconn.router.pulls.pull_choice import Holder, PullChoice
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Candidate
-from pdconn.router.routing.routed_request import (
-    Began,
-    Learned,
-    Prefilled,
-    Pulled,
-    RoutedRequest,
-    StepKind,
-)
+from pdconn.router.routing.request_events import Began, Learned, Prefilled, Pulled, StepKind
+from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,8 @@ from pdconn.router.openai.requests import kind_of
 from pdconn.router.router_errors import EngineFailure
 from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.policy import Candidate, Decision
-from pdconn.router.routing.routed_request import Failed, RoutedRequest
+from pdconn.router.routing.request_events import Failed
+from pdconn.router.routing.routed_request import RoutedRequest
 
 ELSEWHERE = frozenset({429, 500, 502, 503, 504})
 """Statuses after which another engine may succeed."""

@@ -37,7 +37,8 @@ from pdconn.router.routing.policy import (
     Ranking,
     RouteQuery,
 )
-from pdconn.router.routing.routed_request import Failed, RoutedRequest
+from pdconn.router.routing.request_events import Failed
+from pdconn.router.routing.routed_request import RoutedRequest
 from pdconn.router.routing.tokenize import Tokenised, Tokeniser
 
 _BAD_REQUEST = 400

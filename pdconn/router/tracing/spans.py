@@ -20,17 +20,16 @@ from typing import ClassVar, Protocol, Self
 
 from multidict import CIMultiDict
 
-from pdconn.router.routing.routed_request import (
+from pdconn.router.routing.request_events import (
     Began,
     Decided,
     Event,
     FirstByte,
     Learned,
     Over,
-    RoutedRequest,
     StepKind,
-    said,
 )
+from pdconn.router.routing.routed_request import RoutedRequest, said
 
 Value = str | int | float | bool
 

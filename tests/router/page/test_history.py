@@ -25,11 +25,10 @@ from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.router_metrics import MOST_KEPT, RouterMetrics
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.routed_request import (
+from pdconn.router.routing.request_events import (
     Began,
     Event,
     FirstByte,
-    Outcome,
     Over,
     Passed,
     Prefilled,
@@ -39,9 +38,8 @@ from pdconn.router.routing.routed_request import (
     StepKind,
     Streamed,
     WentDirect,
-    outcome_of,
-    steps_of,
 )
+from pdconn.router.routing.routed_request import Outcome, outcome_of, steps_of
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
 from transport.testing.inprocess.faults import ManualClock
