@@ -248,6 +248,10 @@ class StreamSettings(CheckedSettings):
         return self.streams == "on"
 
 
+(STREAMS,) = (row for row in options_of(StreamSettings) if row.name == "streams")
+"""``--streams``, which ``pdconn demo`` passes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class ListenSettings(CheckedSettings):
     """Where the router listens, and what clients may do and see.  Port 0 takes any free one."""

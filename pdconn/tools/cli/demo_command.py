@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from pdconn.planning.layouts import LAYOUTS
+from pdconn.router.proxy_config import STREAMS
 from pdconn.tools.cli.common_options import (
     BadArgument,
     check_file,
@@ -41,12 +42,16 @@ the answers: tokens must be equal, and log-probabilities within --tolerance.
 Without --model it writes a tiny hybrid model (full attention and sliding windows)
 with random weights. --model takes any model that vLLM serves.
 
+With --streams on the report and the picture show how much of each pull lay behind prefill,
+waits for its next step included, and what came after it.
+
 The proxy's live page shows requests, engines and every decision while the demo runs;
 with --keep it all goes on running after the check, until Ctrl-C.
 
 examples:
   pdconn demo
   pdconn demo --keep
+  pdconn demo --streams on
   pdconn demo --layout BLHNC --json=demo.json
   pdconn demo --gpu --model google/gemma-3-1b-it --tolerance 0.05
 
@@ -83,6 +88,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="tokens of prompt and answer together (default: %(default)s)",
     )
     parser.add_argument("--port", type=int, help="port of the proxy (default: any free one)")
+    parser.add_argument(
+        STREAMS.flag, choices=STREAMS.choices, default=STREAMS.default, help=STREAMS.explained
+    )
     parser.add_argument(
         "--directory",
         type=Path,
@@ -121,7 +129,7 @@ def run_command(args: argparse.Namespace) -> int:
     codes = []
 
     def ended(rows: list[DemoRow], served: DemoAddresses) -> None:
-        publish(DemoReport(rows), args.json)
+        publish(DemoReport(rows, args.streams == "on"), args.json)
         aside = sys.stderr if args.json == "-" else sys.stdout
         with contextlib.redirect_stdout(aside):
             codes.append(_report(args, rows))
@@ -214,6 +222,7 @@ def _plan(args: argparse.Namespace) -> DemoPlan:
         max_model_len=args.max_model_len,
         tolerance=args.tolerance,
         port=args.port,
+        streams=args.streams == "on",
         args=tuple(args.engine_args),
         decode_extra_config={"debug_faults": {"reads": {"corrupt": 1.0}}} if args.break_it else {},
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pdconn.tools.lab.compare_answers import compare, make_prompts
-from pdconn.tools.lab.demo_report import DemoRow
+from pdconn.tools.lab.demo_report import DemoRow, EarlyPart
 from pdconn.tools.lab.engine import Engine, missing_libraries, running
 from pdconn.tools.lab.lab_client import Client
 from pdconn.tools.lab.lab_errors import MissingBuild, MissingDependency, MissingLibrary, PortInUse
@@ -54,6 +54,9 @@ _COUNTED = {
     "descriptors": "vllm:nixl_num_descriptors_sum",
     "pull_s": "pdconn:pull_seconds_sum",
     "transfer_s": "vllm:nixl_xfer_time_seconds_sum",
+    "visible_s": "pdconn:pull_visible_seconds_sum",
+    "early_bytes": "pdconn:early_bytes_total",
+    "followed": "pdconn:pulls_followed_total",
 }
 _SERIES = (
     ("full_bytes", "full attention, pulled", "#1f5fa8"),
@@ -62,13 +65,16 @@ _SERIES = (
     ("saved_by_hits_bytes", "not moved: decode had it", "#efe3b0"),
 )
 
+_EARLY_COLOUR = "#e08a3c"
+
 
 @dataclass(frozen=True)
 class DemoPlan:
     """The settings of a demo.
 
     ``vocab`` bounds the prompts' random token ids, ``layout`` is None for the engine's own choice,
-    ``args`` are further arguments of all three engines.
+    ``args`` are further arguments of all three engines; ``streams``: the proxy asks decode while
+    prefill computes.
     """
 
     model: str | Path
@@ -80,6 +86,7 @@ class DemoPlan:
     max_model_len: int = 4096
     tolerance: float = 1e-3
     port: int | None = None
+    streams: bool = False
     args: tuple[str, ...] = ()
     prefill_env: Mapping[str, str] = field(default_factory=dict)
     decode_env: Mapping[str, str] = field(default_factory=dict)
@@ -96,9 +103,10 @@ def run_demo(plan: DemoPlan, log_step: LogStep, ended: Ended) -> None:
     for port in () if plan.port is None else (plan.port, plan.port + 1):
         if not is_free(port):
             raise PortInUse("proxy", LOCALHOST, port)
+    options = ("--streams", "on") if plan.streams else ()
     with (
         _engines(plan, log_step) as (prefill, decode, alone),
-        running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
+        running_proxy([prefill.url], [decode.url], plan.directory, plan.port, options) as url,
     ):
         log_step(f"proxy ready at {url}, its live page at {admin_url(url)}/")
         log_step(f"send a request: {curl(url)}")
@@ -181,7 +189,15 @@ def _row(
         transfer_s=change["transfer_s"],
         handover_s=change["handover_s"],
         mismatch=mismatch,
+        early=_early(change),
     )
+
+
+def _early(change: Mapping[str, float]) -> EarlyPart:
+    if not change["followed"]:
+        return EarlyPart()
+    hidden_s = max(0.0, change["pull_s"] - change["visible_s"])
+    return EarlyPart(True, int(change["early_bytes"]), hidden_s)
 
 
 def _counted(decode: Engine, proxy_url: str) -> dict[str, float]:
@@ -257,7 +273,7 @@ def _transfer(role: str, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[DemoRow], path: Path) -> None:
-    """Write a PNG: bytes that moved and did not, and times.
+    """Write a PNG: bytes that moved and did not, and times; what lay behind prefill is below 0.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -275,14 +291,25 @@ def draw(rows: Sequence[DemoRow], path: Path) -> None:
         heights = [getattr(row, name) / 1e6 for row in rows]
         bytes_axes.bar(places, heights, bottom=bottom, label=label, color=colour)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    is_streamed = any(row.early.is_followed for row in rows)
+    if is_streamed:
+        early = [row.early.nbytes / 1e6 for row in rows]
+        label = "of it, read while prefill computed"
+        bytes_axes.bar(places, early, label=label, fill=False, hatch="///", edgecolor=_EARLY_COLOUR)
     bytes_axes.set_ylabel("MB per request")
     bytes_axes.set_title("KV of a prompt: what moved and what did not")
     bytes_axes.legend(fontsize=8)
     handover = [1e3 * row.handover_s for row in rows]
-    pull = [1e3 * row.pull_s for row in rows]
-    time_axes.bar(places, handover, color="#c8c8c8", label="handover: request to first byte")
+    pull = [1e3 * row.visible_s for row in rows]
+    time_axes.bar(
+        places, handover, color="#c8c8c8", label="handover: prefill's answer to first byte"
+    )
     time_axes.bar(places, pull, color="#1f5fa8", label="of it, the pull")
-    time_axes.set_ylabel("ms")
+    if is_streamed:
+        hidden = [-1e3 * row.early.seconds for row in rows]
+        time_axes.bar(places, hidden, color=_EARLY_COLOUR, label="the pull while prefill computed")
+        time_axes.axhline(0, color="black", linewidth=0.8)
+    time_axes.set_ylabel("ms from prefill's end" if is_streamed else "ms")
     time_axes.set_title("Handover from prefill to decode")
     time_axes.legend(fontsize=8)
     for axes in (bytes_axes, time_axes):

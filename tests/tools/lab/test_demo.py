@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pdconn.tools.cli import demo_command
 from pdconn.tools.cli.demo_command import _draw
 from pdconn.tools.cli.main import main
-from pdconn.tools.lab.demo_report import DemoReport, DemoRow
+from pdconn.tools.cli.proxy import proxy_command
+from pdconn.tools.lab import demo_run
+from pdconn.tools.lab.demo_report import DemoReport, DemoRow, EarlyPart
 from pdconn.tools.lab.demo_run import DemoPlan, curl, demo_specs, draw
+from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.lab_errors import LabError
 from pdconn.tools.lab.starting import StartingEngines
 from pdconn.tools.output.table import table
 
@@ -32,6 +42,115 @@ def test_the_table_shows_bytes_times_and_verdicts() -> None:
     ]  # fmt: skip
     assert lines[-1].split()[-1] == "NO"
     assert report.document()[0]["gb_per_s"] == pytest.approx(2.5)
+
+
+# Streams
+
+
+def followed(seconds: float = 0.003) -> DemoRow:
+    """A pull of 4 ms of which so much lay behind prefill."""
+    return replace(row(), early=EarlyPart(True, 1_000_000, seconds))
+
+
+def test_with_streams_a_pull_is_what_lay_behind_prefill_and_what_came_after_it() -> None:
+    report = DemoReport([followed(), row()], streams=True)
+    table_lines, summary = report.text().split("\n\n")
+    assert table_lines.splitlines()[-2].split()[6:10] == ["4.00", "3.00", "1.00", "1.000"]
+    assert table_lines.splitlines()[-1].split()[6:10] == ["4.00", "0.00", "4.00", "0.000"]
+    assert summary == (
+        "streams: 1 of 2 pulls followed prefill: 1.000 of 2.500 MB were read behind it; "
+        "3.0 ms of their time lay behind it, and 1.0 ms came after it"
+    )
+    for one in report.document():
+        assert one["hidden_s"] + one["visible_s"] == pytest.approx(one["pull_s"])
+    none = DemoReport([row()], streams=True).text()
+    assert none.endswith("\n\nstreams: 0 of 1 pulls followed prefill")
+
+
+def test_without_streams_the_text_is_no_longer_and_the_document_has_the_same_keys() -> None:
+    off, on = DemoReport([row()]), DemoReport([row()], streams=True)
+    assert "behind" not in off.text()
+    assert "behind" in on.text()  # the control
+    assert off.document() == on.document()
+    assert off.document()[0]["is_followed"] is False
+
+
+COUNTED = dict.fromkeys((*demo_run._COUNTED, "handover_s"), 0.0)
+
+
+def test_only_a_pull_that_followed_has_a_part_behind_prefill() -> None:
+    """Sums of equal times differ by rounding, and may not pass for something hidden."""
+    after = COUNTED | {"pull_s": 0.5, "visible_s": 0.125, "early_bytes": 64.0, "followed": 1.0}
+    made = demo_run._row("p", 9, COUNTED, after, None)
+    assert (made.early, made.visible_s) == (EarlyPart(True, 64, 0.375), 0.125)
+    alone = demo_run._row("p", 9, COUNTED, after | {"followed": 0.0}, None)
+    assert (alone.early, alone.visible_s) == (EarlyPart(), 0.5)
+
+
+def test_what_the_demo_reads_is_what_engines_and_router_export() -> None:
+    """A name that no engine has counts as 0."""
+    documented = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+
+    def is_exported(sample: str) -> bool:
+        return f"`{sample.removesuffix('_sum')}`" in documented
+
+    assert all(is_exported(sample) for sample in demo_run._COUNTED.values())
+    assert not is_exported("pdconn:early_byte_total")  # the control
+
+
+def test_the_option_is_the_proxys_in_name_words_and_default() -> None:
+    def streams_option(configure: Callable[[argparse.ArgumentParser], None]) -> tuple[object, ...]:
+        parser = argparse.ArgumentParser()
+        configure(parser)
+        found = parser._option_string_actions["--streams"]
+        return found.help, found.default, tuple(found.choices or ())
+
+    assert streams_option(demo_command.configure) == streams_option(proxy_command.configure)
+
+
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [((), ()), (("--streams", "off"), ()), (("--streams", "on"), ("--streams", "on"))],
+)
+def test_the_proxy_is_started_with_streams_only_if_they_are_asked_for(
+    words: tuple[str, ...],
+    passed: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+
+    def start_proxy(
+        prefill: object, decode: object, folder: object, port: object, args: object
+    ) -> None:
+        started.append(args)
+        raise LabError
+
+    engines = [Engine(spec, tmp_path) for spec in demo_specs(DemoPlan("m", tmp_path, 100))]
+    monkeypatch.setattr(demo_run, "_engines", lambda *_: nullcontext(engines))
+    monkeypatch.setattr(demo_run, "running_proxy", start_proxy)
+    monkeypatch.setattr(demo_command, "check_dependencies", lambda: None)
+    assert main(["demo", "--model", "m", "--directory", str(tmp_path), *words]) == 1
+    assert started == [passed]
+
+
+def test_the_picture_draws_what_lay_behind_prefill_below_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+
+    def lowest(*rows: DemoRow) -> float:
+        draw(rows, tmp_path / "demo.png")
+        _, time_axes = figures[-1].axes
+        return float(min(bar.get_y() + bar.get_height() for bar in time_axes.patches))
+
+    assert lowest(followed(0.003), row()) == pytest.approx(-3.0)
+    assert lowest(row()) >= 0  # the control
+    monkeypatch.undo()
+    for figure in figures:
+        plt.close(figure)
 
 
 def test_columns_line_up() -> None:
