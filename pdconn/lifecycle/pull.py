@@ -25,9 +25,10 @@ A pull with an early ticket follows a request that is still being computed.  If 
 wanted *early*, before the lender has announced all of them, it is FOLLOWING: it reads what was
 announced, as often as there is more, and the rest once all is announced (*completed*).
 
-A pull that fails while a read can still write is DRAINING: it is reported failed when the read
-settles, or after ``drain_s``.  In the latter case its blocks are quarantined: the engine does not
-use them until the read settles and they are *released*.
+A pull that fails while a read can still write, as by another read that has failed, is DRAINING: it
+reads nothing more, and is reported failed when the read settles, or after ``drain_s``.  In the
+latter case its blocks are quarantined: the engine does not use them until the read settles and they
+are *released*.
 
 Pure: time is an argument, effects are returned.
 """
@@ -305,14 +306,13 @@ class Pull:
             return self.fail(_EXPIRED, now)
         return self._read_if_wanted(now)
 
-    def settled(self, error: str | None, now: float) -> list[Effect]:
-        """No read of this pull can write any longer, as observed at ``now``."""
+    def settled(self, now: float) -> list[Effect]:
+        """No read of this pull can write any longer, as observed at ``now``.
+
+        If one of them has failed, so has the pull, before.
+        """
         if self.state is PullState.READING:
-            return self._copied(error, now)
-        if self.state is PullState.FOLLOWING:
-            if error is None:
-                return []
-            self.fail(error, now)
+            return self._copied(now)
         was = self.state
         if not self._enter("settled"):
             return []
@@ -398,20 +398,17 @@ class Pull:
             times.append(self.asks_at)
         return min(times)
 
-    def _copied(self, error: str | None, now: float) -> list[Effect]:
+    def _copied(self, now: float) -> list[Effect]:
         """Verify, confirm, or fail after the read has settled."""
-        if error is None and now < self._deadline:
+        if now < self._deadline:
             if not self._verify:
                 self._enter("settled")
                 return self._confirm(now)
             self._enter("copied")
             self._wait_until = now + self._patience.claim_s
             return [AskChecksums()]
-        late = f"settled {now - self._deadline:.3f} s after the claim expired"
-        self._reason = late if error is None else error
-        self._enter("failed")
-        self._enter("settled")
-        return [SendDone(), ReportFailed(self._reason)]
+        self.fail(f"settled {now - self._deadline:.3f} s after the claim expired", now)
+        return self.settled(now)
 
     def _confirm(self, now: float) -> list[Effect]:
         self._wait_until = now + self._patience.claim_s

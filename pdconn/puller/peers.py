@@ -202,7 +202,6 @@ class PeerPull(ABC):
         plan: or why there is none.
         gaps: what the plan leaves of our blocks.
         reading: reads that have not settled.
-        error: of the first read that failed.
         alarm: when the machine is ticked, at the latest.
         is_requested: whether a request waits for it.  Then its failure is counted, and may close
             the peer, which is kept until its reads have settled.
@@ -216,7 +215,6 @@ class PeerPull(ABC):
     plan: Plan | str | None = None
     gaps: Gaps = NO_GAPS
     reading: int = 0
-    error: str | None = None
     alarm: float | None = None
 
     @abstractmethod

@@ -323,10 +323,10 @@ class Pulls:
             stats = result.settled.stats
             entry.measured.add_read(stats)
             peer.rates.learn_read(stats.nbytes, stats.transfer_s)
-        if error is not None:
-            entry.error = entry.error or f"{type(error).__name__}: {error}"
-        if not entry.reading:
-            self._perform(entry, entry.machine.settled(entry.error, result.at))
+        if error is not None:  # nothing more is read for it
+            entry.machine.fail(f"{type(error).__name__}: {error}", self._clock())
+        effects = [] if entry.reading else entry.machine.settled(result.at)
+        self._perform(entry, effects)
         if isinstance(error, PeerLost | PeerUnknown):
             if entry.is_requested:
                 # Its side channel may be alive and well: say what is due before hanging up.
@@ -359,7 +359,7 @@ class Pulls:
         is_over = entry.machine.state in (PullState.DRAINING, PullState.QUARANTINED)
         if not is_over or entry.reading:
             return []
-        return entry.machine.settled(entry.error, self._clock())
+        return entry.machine.settled(self._clock())
 
     def _perform_one(self, entry: PeerPull, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""
@@ -389,14 +389,14 @@ class Pulls:
             entry.make_plan(self._clock)
         plan, entry.plan = entry.plan, None
         if isinstance(plan, str):
-            entry.error = entry.error or plan
-        elif plan is not None:
+            return entry.machine.fail(plan, self._clock())
+        if plan is not None:
             entry.reading += len(plan.reads)
             for rank, spans in plan.reads:
                 gaps, entry.gaps = entry.gaps, NO_GAPS  # the first read fills them
                 self._post(Read(entry, entry.peer.ranks[rank], spans, gaps))
         # Without a read in flight it is settled.
-        return [] if entry.reading else entry.machine.settled(entry.error, self._clock())
+        return [] if entry.reading else entry.machine.settled(self._clock())
 
     def _verify(self, entry: RequestPull) -> list[Effect]:
         """Have both sides sum what was read."""

@@ -15,9 +15,9 @@ def without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch pulls to leave it to the lender whether a read was in time."""
     copied, tick, next_deadline = Pull._copied, Pull.tick, Pull.next_deadline
 
-    def copied_in_time(self: Pull, error: str | None, now: float) -> list[Effect]:
+    def copied_in_time(self: Pull, now: float) -> list[Effect]:
         self._deadline = now + 1.0
-        return copied(self, error, now)
+        return copied(self, now)
 
     def patient_tick(self: Pull, now: float) -> list[Effect]:
         return self._renew(now) if self.state is PullState.READING else tick(self, now)

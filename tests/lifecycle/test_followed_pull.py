@@ -1,7 +1,7 @@
 """Laws of a pull that follows a request: what is read when, and that nothing is believed early.
 
 Its owner does as :class:`~pdconn.puller.pulls.Pulls` does: it posts reads, counts those in flight,
-and settles the machine when there are none.
+fails the machine when one of them fails, and settles it when there are none.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def following() -> Pull:
 
 def test_each_announcement_is_read_and_the_last_read_is_confirmed() -> None:
     pull = following()
-    assert pull.settled(None, 0.3) == []
+    assert pull.settled(0.3) == []
     assert pull.grew(1.0) == [StartRead()]
     assert pull.grew(1.5) == [StartRead()]
-    assert pull.settled(None, 1.6) == []
+    assert pull.settled(1.6) == []
     assert pull.completed(2.0) == [StartRead()]
-    assert pull.settled(None, 2.1) == [SendConfirm(2)]
+    assert pull.settled(2.1) == [SendConfirm(2)]
     assert pull.confirmed(2) == [ReportReceived()]
 
 
@@ -161,7 +161,7 @@ class FollowingMachine(LawMachine):
         self.sent: dict[int, float] = {}
         self.held_until, self.reading, self.reads = -math.inf, 0, 0
         self.error: str | None = None
-        self.is_complete = self.is_rest_read = self.is_verified = self.has_failed = False
+        self.is_complete = self.is_rest_read = self.is_verified = False
         self.asked: int | None = None
         self.received = self.failed = self.quarantined = self.released = self.left = 0
         self.perform(self.pull.greeted(0.0))
@@ -218,10 +218,10 @@ class FollowingMachine(LawMachine):
 
     def settle(self, error: str | None) -> None:
         self.reading -= 1
-        self.error = self.error or error
-        if not self.reading:
-            self.has_failed = self.error is not None
-            self.perform(self.pull.settled(self.error, self.now))
+        if error is not None:
+            self.error = error
+            self.pull.fail(error, self.now)
+        self.perform([] if self.reading else self.pull.settled(self.now))
 
     @rule(problem=st.sampled_from([None, None, None, "differs"]))
     def compare(self, problem: str | None) -> None:
@@ -265,7 +265,7 @@ class FollowingMachine(LawMachine):
 
     def settle_idle(self) -> list[Effect]:
         is_over = self.pull.state in (PullState.DRAINING, PullState.QUARANTINED)
-        return self.pull.settled(self.error, self.now) if is_over and not self.reading else []
+        return self.pull.settled(self.now) if is_over and not self.reading else []
 
     def perform_one(self, effect: Effect) -> list[Effect]:
         if isinstance(effect, SendClaim | SendRenew):
@@ -294,11 +294,11 @@ class FollowingMachine(LawMachine):
     def read(self) -> list[Effect]:
         assert self.pull.wanted, "read without blocks"
         assert self.now < self.held_until, "read without a claim"
-        assert not self.has_failed, "read after an error"
+        assert self.error is None, "read after an error"
         assert not self.is_rest_read, "read after the rest"
         self.is_rest_read = self.is_complete
         self.reading += self.reads
-        return [] if self.reading else self.pull.settled(self.error, self.now)
+        return [] if self.reading else self.pull.settled(self.now)
 
     def check_read(self) -> None:
         assert self.is_complete, "believed before all is announced"
@@ -351,10 +351,10 @@ def test_what_is_followed_is_received_once_and_only_what_was_announced_read_and_
 class BelievesIncrements(Pull):
     """Takes the end of an increment for the end of the read."""
 
-    def settled(self, error: str | None, now: float) -> list[Effect]:
-        if self.state is PullState.FOLLOWING and error is None:
+    def settled(self, now: float) -> list[Effect]:
+        if self.state is PullState.FOLLOWING:
             self.state = PullState.READING
-        return super().settled(error, now)
+        return super().settled(now)
 
 
 class FailsUnderReads(Pull):
@@ -370,8 +370,9 @@ class FailsUnderReads(Pull):
 class ReadsOnAfterErrors(Pull):
     """Leaves an increment that failed to the end."""
 
-    def settled(self, error: str | None, now: float) -> list[Effect]:
-        return [] if self.state is PullState.FOLLOWING else super().settled(error, now)
+    def fail(self, reason: str, now: float, notify: bool = True) -> list[Effect]:
+        is_left = self.state is PullState.FOLLOWING and reason == "lost"
+        return [] if is_left else super().fail(reason, now, notify)
 
 
 class WaitsForEver(Pull):

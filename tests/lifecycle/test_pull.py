@@ -37,7 +37,7 @@ def reading(now: float = 0.0, verify: bool = False) -> Pull:
 
 def test_a_pull_that_settles_in_time_is_received() -> None:
     pull = reading()
-    assert pull.settled(None, 8.99) == [SendConfirm(2)]
+    assert pull.settled(8.99) == [SendConfirm(2)]
     assert pull.confirmed(2) == [ReportReceived()]
     assert pull.state is PullState.DONE
 
@@ -45,7 +45,7 @@ def test_a_pull_that_settles_in_time_is_received() -> None:
 def test_nothing_is_received_until_the_lender_confirms_it() -> None:
     """A reader's clock may have stood still while the lender's ran."""
     pull = reading()
-    assert pull.settled(None, 1.0) == [SendConfirm(2)]
+    assert pull.settled(1.0) == [SendConfirm(2)]
     assert pull.granted(1, TTL_S, 1.1) == []
     assert pull.confirmed(1) == []
     assert pull.tick(5.9) == []
@@ -55,7 +55,7 @@ def test_nothing_is_received_until_the_lender_confirms_it() -> None:
 
 def test_a_read_that_the_lender_does_not_confirm_is_failed() -> None:
     pull = reading()
-    pull.settled(None, 1.0)
+    pull.settled(1.0)
     assert pull.fail("refused, expired", 1.1) == [SendDone(), ReportFailed("refused, expired")]
 
 
@@ -70,7 +70,7 @@ def test_a_confirmation_that_was_not_asked_for_is_ignored() -> None:
 def test_a_read_that_settles_after_its_deadline_is_failed() -> None:
     """The deadline counts from sending the claim, not from hearing of the grant."""
     pull = reading()
-    effects = pull.settled(None, 9.0)
+    effects = pull.settled(9.0)
     assert effects[0] == SendDone()
     assert isinstance(effects[1], ReportFailed)
     assert "after the claim expired" in effects[1].reason
@@ -80,14 +80,14 @@ def test_a_renewal_moves_the_deadline() -> None:
     pull = reading()
     assert pull.tick(3.0) == [SendRenew(2)]
     assert pull.granted(2, TTL_S, 3.1) == []
-    assert pull.settled(None, 11.9) == [SendConfirm(3)]
+    assert pull.settled(11.9) == [SendConfirm(3)]
     assert pull.confirmed(3) == [ReportReceived()]
 
 
 def test_an_unanswered_renewal_does_not_move_the_deadline() -> None:
     pull = reading()
     assert pull.tick(3.0) == [SendRenew(2)]
-    assert not isinstance(pull.settled(None, 9.5)[0], SendConfirm)
+    assert not isinstance(pull.settled(9.5)[0], SendConfirm)
 
 
 def test_an_answer_to_an_older_message_counts_from_that_message() -> None:
@@ -95,13 +95,13 @@ def test_an_answer_to_an_older_message_counts_from_that_message() -> None:
     pull.tick(3.0)
     pull.tick(5.0)
     assert pull.granted(2, TTL_S, 6.0) == []
-    assert not isinstance(pull.settled(None, 12.5)[0], SendConfirm)
+    assert not isinstance(pull.settled(12.5)[0], SendConfirm)
 
 
 def test_answers_out_of_the_blue_are_ignored() -> None:
     pull = reading()
     assert pull.granted(77, 1e9, 1.0) == []
-    assert not isinstance(pull.settled(None, 10.0)[0], SendConfirm)
+    assert not isinstance(pull.settled(10.0)[0], SendConfirm)
 
 
 def test_a_claim_is_kept_while_the_request_queues() -> None:
@@ -140,7 +140,7 @@ def test_nothing_is_reported_while_a_read_can_still_write() -> None:
     assert pull.fail("the lender refused a renewal", 1.0) == []
     assert pull.state is PullState.DRAINING
     assert pull.fail("again", 1.0) == []
-    assert pull.settled(None, 2.0) == [
+    assert pull.settled(2.0) == [
         SendDone(),
         ReportFailed("the lender refused a renewal"),
     ]
@@ -155,7 +155,7 @@ def test_a_read_that_hangs_ends_in_quarantine_and_is_released_when_it_settles() 
     assert isinstance(failed, ReportFailed)
     assert failed.quarantined
     assert pull.next_deadline() is None
-    assert pull.settled(None, 60.0) == [SendDone(), ReportReleased()]
+    assert pull.settled(60.0) == [SendDone(), ReportReleased()]
     assert pull.state is PullState.FAILED
 
 
@@ -170,15 +170,15 @@ def test_a_grant_that_arrives_after_its_own_time_grants_nothing() -> None:
 
 def test_what_was_read_is_received_only_with_its_checksum() -> None:
     pull = reading(verify=True)
-    assert pull.settled(None, 1.0) == [AskChecksums()]
+    assert pull.settled(1.0) == [AskChecksums()]
     assert pull.verified(None, 2.0) == [SendConfirm(2)]
     assert pull.confirmed(2) == [ReportReceived()]
     pull = reading(verify=True)
-    pull.settled(None, 1.0)
+    pull.settled(1.0)
     assert pull.verified("differs", 2.0) == [SendDone(), ReportFailed("differs")]
     assert pull.verified(None, 3.0) == []
     pull = reading(verify=True)
-    pull.settled(None, 1.0)
+    pull.settled(1.0)
     assert pull.tick(5.9) == [SendRenew(2)]
     assert pull.tick(6.0) == [SendDone(), ReportFailed("no checksum of what was lent")]
 
@@ -186,7 +186,7 @@ def test_what_was_read_is_received_only_with_its_checksum() -> None:
 def test_a_claim_is_renewed_while_checksums_are_computed() -> None:
     """Otherwise a pull that verifies for longer than a lease is never confirmed."""
     pull = reading(verify=True)
-    assert pull.settled(None, 1.0) == [AskChecksums()]
+    assert pull.settled(1.0) == [AskChecksums()]
     assert pull.answered(1.5) == []
     assert pull.next_deadline() == 3.0
     assert pull.tick(3.0) == [SendRenew(2)]
@@ -195,7 +195,7 @@ def test_a_claim_is_renewed_while_checksums_are_computed() -> None:
 
 
 def test_a_late_read_is_not_worth_a_checksum() -> None:
-    assert AskChecksums() not in reading(verify=True).settled(None, 9.0)
+    assert AskChecksums() not in reading(verify=True).settled(9.0)
 
 
 def test_a_failure_before_the_engine_asks_is_kept_for_when_it_does() -> None:
@@ -271,7 +271,9 @@ def test_reported_at_most_once_and_only_what_was_verified(events) -> None:  # ty
             apply(pull.want(now))
         elif event in ("settled", "error") and in_flight:
             in_flight = False
-            apply(pull.settled(None if event == "settled" else "broken", now))
+            if event == "error":
+                apply(pull.fail("broken", now))
+            apply(pull.settled(now))
         elif event == "confirmed":
             apply(pull.confirmed(seq))
         elif event == "fail":

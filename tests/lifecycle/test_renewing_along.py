@@ -49,7 +49,7 @@ def test_a_pull_that_holds_no_claim_does_not_renew_along() -> None:
     assert claiming.renew_along(2.5) == []
     confirming = held()
     confirming.want(0.0)
-    confirming.settled(None, 1.0)
+    confirming.settled(1.0)
     assert confirming.state is PullState.CONFIRMING
     assert confirming.renew_along(2.5) == []
     assert held().renew_along(TTL_S) == []  # its time is over, which the next tick says

@@ -100,7 +100,7 @@ def test_but_it_may_not_take_for_ever() -> None:
     pull.greeted(50.0)
     assert pull.next_deadline() == 60.0
     pull.granted(1, 1000.0, 51.0)
-    pull.settled(None, 52.0)
+    pull.settled(52.0)
     assert pull.state is PullState.VERIFYING
     assert pull.next_deadline() == 62.0
     pull.answered(60.0)

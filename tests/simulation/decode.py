@@ -13,7 +13,7 @@ from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Peer, Rank
 from pdconn.puller.pulls import Pulls, RequestPull
 from pdconn.puller.read_queue import ChunkSizer
-from pdconn.puller.reads import Job, JobResult, ReadSettled, TransportJobs
+from pdconn.puller.reads import Job, JobResult, Read, ReadSettled, TransportJobs
 from pdconn.puller.thread import PullResults
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import Place, WarmUp
@@ -111,6 +111,8 @@ class DecodeRank:
         self.turn()
 
     def _post(self, job: Job) -> None:
+        if isinstance(job, Read) and isinstance(job.tag, RequestPull):
+            self.log.posted(job.tag.pull)
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._carry_out(job)))
 
     def _carry_out(self, job: Job) -> None:
@@ -131,6 +133,9 @@ class DecodeRank:
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
     def _hear(self, answer: JobResult) -> None:
+        if isinstance(answer, ReadSettled) and isinstance(answer.tag, RequestPull):
+            if answer.settled.error is not None:
+                self.log.heard_of_error(answer.tag.pull)
         self.pulls.handle_result(answer)
         self.turn()
 

@@ -128,6 +128,7 @@ class Laws:
         for _, rank in self._ranks():
             self._require(not rank.log.too_late, f"law 4: received: {rank.log.too_late}")
             self._require(not rank.log.not_lent, f"law 4: received: {rank.log.not_lent}")
+            self._require(not rank.log.read_on, f"law 4: read after an error: {rank.log.read_on}")
 
     def _everything_lent_has_an_owner(self, prefill: Prefill) -> None:
         """Law 5: a lender's tables speak of what the engine lends, and of nothing else."""

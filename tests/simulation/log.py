@@ -34,11 +34,14 @@ class ReaderLog:
         deadlines: time of sending the granted claim or renewal that holds longest + its ttl.
         too_late: what was reported received, though its claim was over by the rank's own clock.
         not_lent: what was reported received, though its lender had given the blocks back.
+        read_on: pulls of which a read was posted after another was known to have failed.
     """
 
     deadlines: dict[str, float] = field(default_factory=dict)
     not_lent: list[str] = field(default_factory=list)
     too_late: list[str] = field(default_factory=list)
+    read_on: list[str] = field(default_factory=list)
+    _broken: set[str] = field(default_factory=set)
     _sent: dict[tuple[str, int], float] = field(default_factory=dict)
     _settled: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -54,6 +57,15 @@ class ReaderLog:
             if isinstance(message, Granted):
                 until = self._sent[message.pull, message.seq] + message.ttl_ms / 1000
                 self.deadlines[message.pull] = max(until, self.deadlines.get(message.pull, until))
+
+    def posted(self, pull: str) -> None:
+        """A read is posted."""
+        if pull in self._broken:
+            self.read_on.append(pull)
+
+    def heard_of_error(self, pull: str) -> None:
+        """The rank knows that a read has failed."""
+        self._broken.add(pull)
 
     def settled(self, pull: str, now: float, true: float) -> None:
         """A read has settled, by the rank's clock and in truth; the last one counts."""

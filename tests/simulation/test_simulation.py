@@ -316,11 +316,11 @@ def test_a_lender_that_frees_at_once_what_is_consumed_by_another_is_noticed(
 def test_a_quarantine_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Pull.settled
 
-    def silent(self: Pull, error: str | None, now: float) -> list[Effect]:
+    def silent(self: Pull, now: float) -> list[Effect]:
         if self.state is PullState.QUARANTINED:
             self._enter("settled")
             return []
-        return list(real(self, error, now))
+        return list(real(self, now))
 
     monkeypatch.setattr(Pull, "settled", silent)
     breaks("law 5")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdconn.lender.sessions import LenderSessions
-from pdconn.lifecycle.pull import Effect, Pull, StartRead
+from pdconn.lifecycle.pull import Effect, Pull, PullState, StartRead
 from pdconn.protocol.messages import Completed
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.following import FollowedStream
@@ -29,6 +29,7 @@ WRONG_CLOCKS = Chances(
     stream=0.7, preempt=0.1, drift=0.3, slew=0.05, freeze=0.05, reset=0.03, late_read=0.3
 )
 CALM = Chances(stream=1.0, cancel=0.0, abort=0.0, crash=0.0, pause=0.0)
+BREAKING = Chances(**{**vars(CALM), "failing_read": 0.3})
 MUTANT_SEEDS = range(12)
 
 
@@ -147,6 +148,18 @@ def test_a_lease_that_is_opened_for_the_ticket_of_one_that_has_ended_is_noticed(
     monkeypatch.setattr(LenderSessions, "_apply_stream_command", lends_again)
     stops = Chances(**{**vars(CALM), "abort": 0.9, "freeze": 0.9, "pause": 0.9, "chunk_s": 0.2})
     breaks("law 5: prefill. has leases of nothing", stops)
+
+
+def test_a_pull_that_reads_on_after_an_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears of the error when its last read has settled, and fails then."""
+    real = Pull.fail
+
+    def later(self: Pull, reason: str, now: float, notify: bool = True) -> list[Effect]:
+        is_error = reason.startswith("BackendFailure") and self.state is PullState.FOLLOWING
+        return [] if is_error else real(self, reason, now, notify)
+
+    monkeypatch.setattr(Pull, "fail", later)
+    breaks("read after an error", BREAKING)
 
 
 def believing_early(monkeypatch: pytest.MonkeyPatch) -> None:

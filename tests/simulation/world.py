@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from pdconn.faults.frame_faults import FlowState, FrameFaults, MessageFaults
 from pdconn.sidechannel.connection import SideChannelLost
-from transport import PeerId, PeerLost
+from transport import BackendFailure, PeerId, PeerLost
 from transport.testing.inprocess.faults import Failing, Fault, Late, ManualClock, ReadRequest
 from transport.testing.inprocess.transport import InProcessNetwork
 
@@ -123,7 +123,8 @@ class World:
     def _drawn(self) -> Late | Failing:
         chances = self.chances
         if self.chance(chances.failing_read):
-            return Failing(PeerLost("cut"), after_bytes=self.rng.randrange(64), seconds=self.lag())
+            error = self.rng.choice((PeerLost, BackendFailure))("cut")
+            return Failing(error, after_bytes=self.rng.randrange(64), seconds=self.lag())
         if self.chance(chances.hanging_read):
             return Late(self.rng.uniform(5.0, 60.0))
         if self.chance(chances.late_read):

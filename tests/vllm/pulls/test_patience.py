@@ -119,7 +119,7 @@ def test_a_read_that_hangs_is_reported_at_once_and_its_blocks_are_kept() -> None
         assert pull.state is PullState.READING
         reports[how] = how(pull, "late", 1.0)
         if how is Pull.abandon:
-            assert pull.settled(None, 9.0) == [SendDone(), ReportReleased()]
+            assert pull.settled(9.0) == [SendDone(), ReportReleased()]
     assert reports[Pull.abandon] == [ReportFailed("late", quarantined=True)]
     assert reports[Pull.fail] == []
 
