@@ -4,7 +4,7 @@ The thread owns the leases.  The engine's thread lends blocks and takes freed le
 ranks greet, claim, renew and report over TCP::
 
     engine's thread ── lend, abort_lease ─► SelectedBox ─┐
-                    ◄── take_freed ── Box of turns ◄─────┤  one thread: LenderSessions,
+                    ◄─ take_reports ─ Box of turns ◄─────┤  one thread: LenderSessions,
     decode ranks ◄── frames ──► Connection ──────────────┘  AdmissionControl, sockets
 
 ``Lender`` is the engine's end of the boxes, ``_LenderLoop`` what the thread owns.
@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.checksums import RankSums
@@ -31,7 +30,6 @@ from pdconn.lender.sessions import (
     AbortUnclaimed,
     ConnectionLimits,
     EngineCommand,
-    Followed,
     LenderReport,
     LenderSessions,
     RevokeAll,
@@ -61,8 +59,6 @@ from pdconn.threads import (
 from transport.closing import Closing
 
 log = logging.getLogger(__name__)
-
-R = TypeVar("R", FreedLease, Followed)
 
 _AT_ONCE = 32
 """Sockets that are read before the messages of the first one are handled."""
@@ -173,7 +169,7 @@ class Lender(Closing):
         return Counter(self._reported.counts)
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
-        """Lend the blocks of ``request``, until :meth:`take_freed` returns its lease.
+        """Lend the blocks of ``request``, until :meth:`take_reports` returns its lease.
 
         Args:
             ticket: digest of the ticket.
@@ -193,7 +189,7 @@ class Lender(Closing):
         """Let readers that know ``stream`` follow ``request``, which is about to be computed.
 
         Its lease grows until :meth:`complete_stream` or :meth:`abort_lease`; as after
-        :meth:`lend`, :meth:`take_freed` returns it once, and ``request`` may be used again.
+        :meth:`lend`, :meth:`take_reports` returns it once, and ``request`` may be used again.
 
         Args:
             header: tokens that will be lent, the digest of the prompt, and that of its adapter.
@@ -226,32 +222,27 @@ class Lender(Closing):
         """Free all lent blocks now: reads of them are not confirmed."""
         self._inbox.put(RevokeAll())
 
-    def take_freed(self) -> list[FreedLease]:
-        """Leases that ended since the last call.  Never blocks.
+    def take_reports(self) -> list[LenderReport]:
+        """Leases that ended, and requests that readers follow, since the last call.  Never blocks.
+
+        They are in order: a name is used again after the end of its lease was reported, so what is
+        reported after that is of the next lease.
 
         Raises:
             LenderBroken: the lender's thread has died.
         """
-        return self._take_reports(FreedLease)
-
-    def take_followed(self) -> list[Followed]:
-        """Requests whose streams readers have begun to follow since the last call.  Never blocks.
-
-        Raises:
-            LenderBroken: the lender's thread has died.
-        """
-        return self._take_reports(Followed)
-
-    def _take_reports(self, kind: type[R]) -> list[R]:
         reported = self._reported
         reported.take_in()
         if reported.error is not None:
             raise LenderBroken(reported.error)
         if not reported.reports:  # in most steps
             return []
-        found = [report for report in reported.reports if isinstance(report, kind)]
-        reported.reports = [report for report in reported.reports if not isinstance(report, kind)]
-        return found
+        reports, reported.reports = reported.reports, []
+        return reports
+
+    def take_freed(self) -> list[FreedLease]:
+        """As :meth:`take_reports`, for an engine that opens no streams."""
+        return [report for report in self.take_reports() if isinstance(report, FreedLease)]
 
     def take_lease_counts(self) -> dict[str, int]:
         """Leases, claims, refusals and connections counted since the last call."""

@@ -10,7 +10,7 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
-from pdconn.puller.peers import Peer, Rank
+from pdconn.puller.peers import Peer, PeerPull, Rank
 from pdconn.puller.pulls import Pulls, RequestPull
 from pdconn.puller.read_queue import ChunkSizer
 from pdconn.puller.reads import Job, JobResult, Read, ReadSettled, TransportJobs
@@ -133,9 +133,9 @@ class DecodeRank:
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
     def _hear(self, answer: JobResult) -> None:
-        if isinstance(answer, ReadSettled) and isinstance(answer.tag, RequestPull):
-            if answer.settled.error is not None:
-                self.log.heard_of_error(answer.tag.pull)
+        if isinstance(answer, ReadSettled) and answer.settled.error is not None:
+            assert isinstance(answer.tag, PeerPull)
+            self.log.heard_of_error(answer.tag.pull)
         self.pulls.handle_result(answer)
         self.turn()
 

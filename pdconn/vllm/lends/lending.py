@@ -20,6 +20,7 @@ from typing import Any
 from pdconn.integrity.lent import LentSums
 from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
+from pdconn.lender.sessions import Followed
 from pdconn.protocol.early import stream_of
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import Welcome
@@ -400,15 +401,16 @@ class Lending(SchedulerPart):
         """Unpin blocks of freed leases; note who is followed.  Only on the engine's thread."""
         if self._lender is None:
             return
-        for followed in self._lender.take_followed():
+        for report in self._lender.take_reports():
+            if isinstance(report, Followed):
+                if self.growing is not None:
+                    self.growing.note_followed(report.request)
+                continue
+            log.debug("pdconn: unpinned: request=%s why=%s", report.request, report.why)
+            self.pins.unpin_lease(report.request)
             if self.growing is not None:
-                self.growing.note_followed(followed.request)
-        for lease in self._lender.take_freed():
-            log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
-            self.pins.unpin_lease(lease.request)
-            if self.growing is not None:
-                self.growing.remove_request(lease.request)
-            self._lent.forget_ticket(lease.request)
+                self.growing.remove_request(report.request)
+            self._lent.forget_ticket(report.request)
 
     def weights_changed(self) -> None:
         """End every lease: its KV is of other weights."""

@@ -17,14 +17,13 @@ from pdconn.lender.sessions import (
     AbortAll,
     AbortUnclaimed,
     EngineCommand,
-    Followed,
     LenderReport,
     LenderSessions,
     RevokeAll,
     Session,
 )
 from pdconn.lender.streams import StreamCompletion, StreamGrowth, StreamOffer
-from pdconn.lifecycle.lease import FreedLease, LeaseOffer
+from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.protocol.messages import FromLender, FromReader, GrownBlocks, Welcome
 from pdconn.protocol.ticket import Ticket
 
@@ -79,15 +78,9 @@ class InlineLender:
         offer = LeaseOffer(ticket.request_id, ticket.digest(), ttl_s, self._clock())
         self._inbox.append(StreamCompletion(offer, ticket))
 
-    def take_freed(self) -> list[FreedLease]:
-        freed = [report for report in self._reports if isinstance(report, FreedLease)]
-        self._reports = [one for one in self._reports if not isinstance(one, FreedLease)]
-        return freed
-
-    def take_followed(self) -> list[Followed]:
-        followed = [report for report in self._reports if isinstance(report, Followed)]
-        self._reports = [one for one in self._reports if not isinstance(one, Followed)]
-        return followed
+    def take_reports(self) -> list[LenderReport]:
+        reports, self._reports = self._reports, []
+        return reports
 
     def take_lease_counts(self) -> dict[str, int]:
         counts = dict(self.sessions.counts)

@@ -11,6 +11,7 @@ import pytest
 
 from pdconn.lender.server import Lender
 from pdconn.lender.sessions import Session
+from pdconn.lifecycle.lease import FreedLease
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Claim,
@@ -94,8 +95,11 @@ class Both:
     def collect(self) -> None:
         if isinstance(self.lender, InlineLender):
             self.lender.turn()
-        self.freed += [(one.request, str(one.why)) for one in self.lender.take_freed()]
-        self.followed += [one.request for one in self.lender.take_followed()]
+        for report in self.lender.take_reports():
+            if isinstance(report, FreedLease):
+                self.freed.append((report.request, str(report.why)))
+            else:
+                self.followed.append(report.request)
 
 
 Script = Callable[[Both], None]

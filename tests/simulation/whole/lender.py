@@ -10,7 +10,7 @@ from pdconn.lender.sessions import (
     AbortAll,
     AbortUnclaimed,
     EngineCommand,
-    Followed,
+    LenderReport,
     LenderSessions,
     RevokeAll,
 )
@@ -28,7 +28,7 @@ class SimLender:
         self._machine = machine
         self.sessions = LenderSessions(welcome)
         self._serving = Serving(world, machine, self.sessions, self._note)
-        self._freed: list[FreedLease] = []
+        self._reports: list[LenderReport] = []
 
     def open(self, arrived: Callable[[], None]) -> Wire:
         """A reader dials."""
@@ -46,12 +46,9 @@ class SimLender:
     def revoke_all(self) -> None:
         self._post(RevokeAll())
 
-    def take_freed(self) -> list[FreedLease]:
-        freed, self._freed = self._freed, []
-        return freed
-
-    def take_followed(self) -> list[Followed]:
-        return []  # no client asks both engines at once here
+    def take_reports(self) -> list[LenderReport]:
+        reports, self._reports = self._reports, []
+        return reports
 
     def take_lease_counts(self) -> dict[str, int]:
         counts = dict(self.sessions.counts)
@@ -63,7 +60,7 @@ class SimLender:
         self._serving.end()
 
     def _note(self, ended: FreedLease) -> None:
-        self._freed.append(ended)
+        self._reports.append(ended)
 
     def _post(self, command: EngineCommand) -> None:
         self.sessions.apply_command(command, self._machine.clock())

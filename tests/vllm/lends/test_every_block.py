@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 
 pytest.importorskip("vllm")
 
+from pdconn.lifecycle.lease import FreedLease
 from pdconn.vllm.prompt import parent_of
 from tests.fakes.scripted.lender import InlineLender
 from tests.property.scale import LawMachine, holds, notices
@@ -299,7 +300,7 @@ class NeverUnpins(Lending):
 
     def unpin_freed(self) -> None:
         if self._lender is not None:
-            self._lender.take_freed()
+            self._lender.take_reports()
 
 
 class UnpinsAtOnce(Lending):
@@ -361,9 +362,9 @@ class UnpinsWhatExpired(Lending):
     def unpin_freed(self) -> None:
         if self._lender is None:
             return
-        for lease in self._lender.take_freed():
-            if lease.why == "expired":
-                self.pins.unpin_lease(lease.request)
+        for report in self._lender.take_reports():
+            if isinstance(report, FreedLease) and report.why == "expired":
+                self.pins.unpin_lease(report.request)
 
 
 BROKEN = (
