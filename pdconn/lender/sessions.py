@@ -35,6 +35,7 @@ from pdconn.protocol.messages import (
     ChecksumRequest,
     ChecksumUnavailable,
     Claim,
+    Completed,
     Confirm,
     Confirmed,
     Describe,
@@ -44,6 +45,7 @@ from pdconn.protocol.messages import (
     FromLender,
     FromReader,
     Granted,
+    Grown,
     Hello,
     Parked,
     Reader,
@@ -59,6 +61,8 @@ from pdconn.protocol.messages import (
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 256
+_NBYTES_PER_BLOCK = 5
+"""Of a message that announces it, at most: an id is below 2^31."""
 _NO_CLAIM = "this connection holds no such claim"
 
 
@@ -73,7 +77,8 @@ class ConnectionLimits(AdmissionLimits):
         claims: claims that one connection may hold.
         checksum_requests: that may wait, of all connections; some 20 kB each at most.
         frame_nbytes: longest frame that a reader may send.
-        unsent_nbytes: replies that may wait for one reader.
+        unsent_nbytes: replies that may wait for one reader.  A connection with more is closed: a
+            short message asks for every block of a long prompt, and a frame has room for many.
     """
 
     claims: int = 1 << 14
@@ -129,6 +134,7 @@ class Session:
     Attributes:
         leaving: no further message is handled, and the connection closes once ``replies`` are sent.
         stalls: whether it stalls, as last recorded; a new one does.
+        num_announced: blocks that ``replies`` announce.
         claimed: its readers by request, until the lease ends.
     """
 
@@ -137,6 +143,7 @@ class Session:
     leaving: bool = False
     stalls: bool = True
     replies: list[FromLender] = field(default_factory=list)
+    num_announced: int = 0
     claimed: dict[str, set[Reader]] = field(default_factory=dict)
     num_claims: int = 0
 
@@ -293,7 +300,7 @@ class LenderSessions:
 
     def take_frames(self, session: Session) -> list[bytes]:
         """Bodies of the frames with the session's replies."""
-        replies, session.replies = session.replies, []
+        replies, session.replies, session.num_announced = session.replies, [], 0
         for reply in replies:
             if id(reply) in self._frames:
                 break
@@ -376,7 +383,9 @@ class LenderSessions:
             session.replies.append(reply)
             return
         opened, missed = streams.add_reader(session, reader, message.stream)
-        session.replies += (opened, reply, *missed)
+        session.replies += (opened, reply)
+        for announced in missed:
+            self._add_reply(session, announced)
         if streams.is_growing(request):
             self.reports.append(Followed(request))
 
@@ -493,8 +502,24 @@ class LenderSessions:
 
     def _reply_later(self, session: Session, reply: FromLender) -> None:
         if not session.leaving:
-            session.replies.append(reply)
+            self._add_reply(session, reply)
             self._pending.append(session)
+
+    def _add_reply(self, session: Session, reply: FromLender) -> None:
+        """Add a reply that may announce blocks; a session to which too many would be sent ends."""
+        # Encoding is what takes memory, so the bound of what may wait is kept before it.
+        session.replies.append(reply)
+        session.num_announced += _num_announced(reply)
+        most = self._limits.unsent_nbytes // _NBYTES_PER_BLOCK
+        if session.num_announced > most:
+            session.replies.clear()
+            self._end(session, "blocks to announce", f"at most {most}", str(session.num_announced))
+
+
+def _num_announced(reply: FromLender) -> int:
+    if isinstance(reply, Grown):
+        return sum(len(each.ids) for each in reply.blocks)
+    return sum(len(ids) for _, ids in reply.blocks) if isinstance(reply, Completed) else 0
 
 
 def _reply(

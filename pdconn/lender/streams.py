@@ -7,7 +7,7 @@
 
 A stream opens when its request enters the engine.  A reader that comes before that is parked for a
 while; one that comes later is sent everything that was announced.  What is announced stays where it
-is: a position is announced once.
+is: a position is announced once on each connection of a reader.
 
 Pure: the caller grants claims, and sends what is returned.
 """
@@ -104,18 +104,22 @@ class _Stream(Generic[S]):
     completed: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     readers: dict[Reader, S] = field(default_factory=dict)
 
-    def announced_to(self, pull: str) -> tuple[Opened, list[StreamReply]]:
-        """What the stream is, and everything that was announced of it."""
+    def opened(self, pull: str) -> Opened:
+        """What the stream is."""
         offer = self.offer
         header = offer.request, offer.num_tokens, offer.prompt, offer.adapter
-        announced: list[StreamReply] = []
+        return Opened(offer.stream, pull, *header)
+
+    def announced(self, pull: str) -> list[StreamReply]:
+        """Everything that was announced of it."""
+        request = self.offer.request
         if self.completed is not None:
-            announced.append(Completed(offer.request, pull, self.completed))
-        elif self.has_begun:
-            # A list of each group, not of each step: a reader accepts so many lists as groups.
-            lists = (GrownBlocks(of, first, tuple(ids)) for of, (first, ids) in self.grown.items())
-            announced.append(Grown(offer.request, pull, tuple(lists)))
-        return Opened(offer.stream, pull, *header), announced
+            return [Completed(request, pull, self.completed)]
+        if not self.has_begun:
+            return []
+        # A list of each group, not of each step: a reader accepts so many lists as groups.
+        lists = (GrownBlocks(of, first, tuple(ids)) for of, (first, ids) in self.grown.items())
+        return [Grown(request, pull, tuple(lists))]
 
 
 class StreamTable(Generic[S]):
@@ -189,10 +193,15 @@ class StreamTable(Generic[S]):
     def add_reader(
         self, session: S, reader: Reader, stream: str
     ) -> tuple[Opened, list[StreamReply]]:
-        """A reader was granted its claim; returns what it has missed."""
+        """A reader was granted its claim; returns what it has missed.
+
+        That is everything, unless it was granted its claim on this connection before: what was sent
+        there has arrived, or the connection is lost.
+        """
         found = self._streams[stream]
+        is_known = found.readers.get(reader) is session
         found.readers[reader] = session
-        return found.announced_to(reader.pull)
+        return found.opened(reader.pull), [] if is_known else found.announced(reader.pull)
 
     def is_growing(self, request: str) -> bool:
         """Whether ``request`` has a stream that is not complete."""

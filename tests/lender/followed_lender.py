@@ -52,7 +52,7 @@ def say(
 
 
 def heard(session: Session) -> list[FromLender]:
-    replies, session.replies = session.replies, []
+    replies, session.replies, session.num_announced = session.replies, [], 0
     assert decode_from_lender(encode(replies)) == replies
     return replies
 

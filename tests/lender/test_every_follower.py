@@ -203,6 +203,20 @@ class FollowersMachine(LawMachine):
         if reader not in [each.message.reader for each in self.readings]:
             self.follow_as(reader.rank, Follow(1, first.stream, reader))
 
+    @precondition(lambda self: self.readings)
+    @rule(which=WHICH)
+    def follow_again(self, which: int) -> None:
+        """A reader asks once more; on a new connection, all is new to it."""
+        one = self.readings[which % len(self.readings)]
+        if one.has_left:
+            return
+        if one.session.leaving:
+            one.session, one.request, one.refused = self.sessions[one.rank], None, None
+            one.blocks, one.is_complete = [], False
+        one.asked_at = self.now
+        self.take(one.session, say(self.of, one.session, one.message, now=self.now))
+        self.hear()
+
     def follow_as(self, rank: int, message: Follow) -> None:
         session = self.sessions[rank]
         self.readings.append(Reading(session, rank, message, self.now))
@@ -381,6 +395,14 @@ def _nothing_missed(
     return ADD_READER(table, session, reader, stream)[0], []
 
 
+def _all_anew(
+    table: StreamTable[Session], session: Session, reader: Reader, stream: str
+) -> tuple[Opened, list[StreamReply]]:
+    """Sends everything to a reader whenever it asks."""
+    table._streams[stream].readers.pop(reader, None)
+    return ADD_READER(table, session, reader, stream)
+
+
 def _one_of_the_parked(table: StreamTable[Session], offer: StreamOffer) -> list[Any]:
     """Forgets all but the first reader that waits."""
     return OPEN(table, offer)[:1]
@@ -415,6 +437,7 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "announces to one reader": (StreamTable, "grow", _first_only),
     "announces twice": (StreamTable, "grow", _all_again),
     "announces nothing to a late reader": (StreamTable, "add_reader", _nothing_missed),
+    "announces all to a reader that asks again": (StreamTable, "add_reader", _all_anew),
     "opens for one parked reader": (StreamTable, "open_stream", _one_of_the_parked),
     "uses a name again": (StreamTable, "open_stream", _overwritten),
     "refuses one of the overdue": (StreamTable, "take_overdue", _one_of_the_overdue),
