@@ -313,12 +313,14 @@ class Pulling(SchedulerPart):
                 continue
             if tracked.claims is None:  # it was given up before this was heard
                 continue
-            tracked.expected_at = 0.0
-            if outcome.problem is None:
+            tracked.expected_at, problem, ticket = 0.0, outcome.problem, outcome.ticket
+            if problem is None and ticket is not None and not tracked.is_followed_as(ticket):
+                problem = "its lender has sent another request to another rank"
+            if problem is None:
                 tracked.claim.granted.add(outcome.rank)
-                tracked.ticket = outcome.ticket or tracked.ticket
+                tracked.ticket = ticket or tracked.ticket
             elif tracked.problem is None:
-                self._lost(outcome.request, outcome.problem)
+                self._lost(outcome.request, problem)
 
     def pulled_until(self, request: Any) -> int:
         """Tokens up to which a pull loads what is not held; 0 if none can be promised now."""

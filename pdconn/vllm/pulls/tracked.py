@@ -5,7 +5,7 @@ same digest.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdconn.protocol.early import EarlyTicket
@@ -90,6 +90,14 @@ class Tracked:
     def is_waiting(self) -> bool:
         """Whether it has a claim, granted or not, and no blocks."""
         return self.claims is not None and self.problem is None and not self.pulling
+
+    def is_followed_as(self, ticket: Ticket) -> bool:
+        """Whether ``ticket``, which a rank was sent, is of the request that the others follow."""
+        known = self.ticket
+        if known is None or known == ticket:
+            return True
+        is_of_both = known.blocks and ticket.blocks
+        return not is_of_both and replace(known, blocks=()) == replace(ticket, blocks=())
 
     def drop_ticket(self) -> None:
         """Give the ticket up; a sibling that pulls with it is followed."""
