@@ -320,9 +320,9 @@ class Pulls:
         peer, error = entry.peer, result.settled.error
         entry.reading -= 1
         if isinstance(entry, RequestPull):
-            stats = result.settled.stats
-            entry.measured.add_read(stats)
-            peer.rates.learn_read(stats.nbytes, stats.transfer_s)
+            entry.measured.add_read(result.settled.stats)
+            if error is None and not entry.reading:
+                peer.rates.learn_read(*entry.measured.take_run(result.at))
         if error is not None:  # nothing more is read for it
             entry.machine.fail(f"{type(error).__name__}: {error}", self._clock())
         effects = [] if entry.reading else entry.machine.settled(result.at)
@@ -391,6 +391,8 @@ class Pulls:
         if isinstance(plan, str):
             return entry.machine.fail(plan, self._clock())
         if plan is not None:
+            if isinstance(entry, RequestPull) and not entry.reading:
+                entry.measured.begin_run(self._clock())
             entry.reading += len(plan.reads)
             for rank, spans in plan.reads:
                 gaps, entry.gaps = entry.gaps, NO_GAPS  # the first read fills them

@@ -43,9 +43,20 @@ class Measured:
     transfer_s: float = 0.0
     completed: float | None = None
     early_nbytes: int = 0
+    run: tuple[float, int] = (0.0, 0)
+
+    def begin_run(self, now: float) -> None:
+        """The first of some reads that overlap is posted: a run begins."""
+        self.run = now, 0
+
+    def take_run(self, now: float) -> tuple[int, float]:
+        """All reads have settled: returns the bytes and the seconds of the run."""
+        began, nbytes = self.run
+        return nbytes, now - began
 
     def add_read(self, stats: ReadStats) -> None:
         """One of the reads settled."""
+        self.run = self.run[0], self.run[1] + stats.nbytes
         self.num_descriptors += stats.num_descriptors
         self.post_s = max(self.post_s, stats.post_s)
         self.transfer_s = max(self.transfer_s, stats.transfer_s)

@@ -11,7 +11,6 @@ from pdconn.lifecycle.pace import (
     FIXED_S,
     LEARNS_FROM_NBYTES,
     LEARNS_FROM_TOKENS,
-    SLACK,
     LenderRates,
     StreamPace,
 )
@@ -24,8 +23,10 @@ RATES = st.floats(1.0, 1e12)
 
 
 def known(tokens_per_s: float | None, bytes_per_s: float | None = None) -> LenderRates:
-    each = {} if tokens_per_s is None else {LONG.bit_length(): 1 / tokens_per_s}
-    return LenderRates(each, bytes_per_s)
+    rates = LenderRates(bytes_per_s=bytes_per_s)
+    if tokens_per_s is not None:
+        rates.learn_prefill(0, LONG, LONG / tokens_per_s)
+    return rates
 
 
 def begun(rates: LenderRates, num_tokens: int, cached: int = 0, at: float = 0.0) -> StreamPace:
@@ -43,22 +44,34 @@ def test_an_unknown_lender_is_asked_at_once(rates: LenderRates) -> None:
     assert begun(rates, 1000).blocks_due_at(1e6, 5.0) == 5.0
 
 
-@given(st.builds(known, RATES, RATES), TOKENS, st.floats(0, 1), st.floats(0, 1e12), SECONDS)
-def test_what_is_read_at_the_links_pace_is_there_when_the_request_is_computed(
-    rates: LenderRates, num_tokens: int, share: float, nbytes: float, at: float
+PROGRESS = st.tuples(
+    st.integers(0, 1 << 16),
+    st.integers(0, 9),
+    st.integers(LEARNS_FROM_TOKENS, 8192),
+    st.integers(1, 1 << 18),
+)
+"""Cached tokens, steps that are over, tokens of a step, tokens that are left."""
+
+
+@given(RATES, RATES, PROGRESS, st.floats(0, 1e12))
+def test_all_but_the_last_step_can_be_read_by_the_end_at_the_links_pace(
+    tokens_per_s: float, bytes_per_s: float, progress: tuple[int, int, int, int], nbytes: float
 ) -> None:
-    bytes_per_s, [each_s] = rates.bytes_per_s, rates.prefill_s.values()
-    assert bytes_per_s is not None
-    pace = begun(rates, num_tokens)
-    done = int(share * num_tokens)
-    pace.note_announced(done, at)
-    due = pace.blocks_due_at(nbytes, at)
+    cached, steps, step, left = progress
+    num_tokens = cached + steps * step + left
+    pace = begun(LenderRates(bytes_per_s=bytes_per_s), num_tokens, cached)
+    for number in range(1, steps + 1):
+        pace.note_announced(cached + number * step, float(number))
+    pace.rates.prefill = known(tokens_per_s).prefill
+    due = pace.blocks_due_at(nbytes, float(steps))
     assert due is not None
-    end = at + (num_tokens - done) * each_s
-    # Read from then on, it is there by the end; with half of the link, it would not be.
-    assert due + nbytes / bytes_per_s <= end + 1e-6 * abs(end)
-    assert due + 2 * nbytes / bytes_per_s + FIXED_S >= end - 1e-6 * abs(end - due) - 1e-6 * end
-    assert SLACK < 2
+    end = steps + left / tokens_per_s
+    last = step if steps else 0
+    read_s = nbytes * (num_tokens - last) / num_tokens / bytes_per_s
+    rounding = 1e-6 * (end + abs(due))
+    # With half of the link, it could not be read by then: blocks are not held much too early.
+    assert due + read_s <= end + rounding
+    assert due + 2 * read_s + FIXED_S >= end - rounding
 
 
 @pytest.mark.parametrize("slack", [0.5, 4.0], ids=["too late", "too early"])
@@ -68,7 +81,7 @@ def test_that_law_notices_blocks_that_are_asked_for(
     """Negative control."""
     monkeypatch.setattr(pace_module, "SLACK", slack)
     with pytest.raises(AssertionError):
-        test_what_is_read_at_the_links_pace_is_there_when_the_request_is_computed()
+        test_all_but_the_last_step_can_be_read_by_the_end_at_the_links_pace()
 
 
 @given(RATES, RATES, TOKENS, st.floats(1, 1e9), st.floats(1.01, 10))
@@ -84,37 +97,67 @@ def test_a_slower_link_asks_earlier_and_a_slower_engine_later(
     assert due(tokens_per_s, bytes_per_s / by) <= as_known <= due(tokens_per_s / by, bytes_per_s)
 
 
-@given(st.lists(st.tuples(st.integers(LEARNS_FROM_TOKENS, 1 << 20), SECONDS), min_size=1))
-def test_what_is_learned_lies_between_what_was_seen(seen: list[tuple[int, float]]) -> None:
+SEEN = st.tuples(st.integers(0, 1 << 16), st.integers(1, 1 << 16), SECONDS)
+
+
+@given(st.lists(SEEN, min_size=1), st.integers(0, 1 << 18), st.integers(1, 1 << 18))
+def test_what_is_learned_lies_between_what_was_seen(
+    seen: list[tuple[int, int, float]], begin: int, count: int
+) -> None:
     rates = LenderRates()
-    for num_tokens, seconds in seen:
-        rates.learn_prefill(num_tokens, seconds)
-        rates.learn_read(num_tokens << 16, seconds)
+    for first, tokens, seconds in seen:
+        rates.learn_prefill(first, first + tokens, seconds)
+        rates.learn_read(tokens << 16, seconds)
     assert rates.bytes_per_s is not None
-    speeds = [num_tokens / seconds for num_tokens, seconds in seen]
-    assert is_among(rates.bytes_per_s / (1 << 16), speeds)
-    for num_tokens, _ in seen:
-        alike = [s / n for n, s in seen if n.bit_length() == num_tokens.bit_length()]
-        each_s = rates.seconds_per_token(num_tokens)
-        assert each_s is not None
-        assert is_among(each_s, alike)
+    assert is_among(rates.bytes_per_s / (1 << 16), [n / s for _, n, s in seen])
+    expected = rates.prefill_seconds(begin, begin + count)
+    assert expected is not None
+    assert is_among(expected / count, [s / n for _, n, s in seen])
 
 
 def is_among(mean: float, seen: list[float]) -> bool:
     return min(seen) * (1 - 1e-9) <= mean <= max(seen) * (1 + 1e-9)
 
 
-@given(st.dictionaries(st.integers(7, 20), SECONDS, min_size=1), st.integers(1, 1 << 20))
-def test_a_prompt_is_expected_to_take_as_long_as_those_of_about_its_length(
-    seconds: dict[int, float], num_tokens: int
+@given(st.floats(1e-6, 1), st.floats(0, 1e-3), st.integers(10, 14), st.sampled_from([256, 512]))
+def test_later_tokens_are_expected_to_cost_what_they_cost_before(
+    each_s: float, more_s: float, bits: int, step: int
 ) -> None:
+    """A lender whose tokens cost more at later positions; half of the prompt is computed."""
+
+    def computed_by(position: int) -> float:
+        return each_s * position + more_s * position**2 / 2
+
+    num_tokens = 1 << bits
     rates = LenderRates()
-    for bits, each_s in seconds.items():
-        rates.learn_prefill(1 << (bits - 1), each_s * (1 << (bits - 1)))
-    away = min(abs(bits - num_tokens.bit_length()) for bits in seconds)
-    nearest = [s for bits, s in seconds.items() if abs(bits - num_tokens.bit_length()) == away]
-    expected = rates.seconds_per_token(num_tokens)
-    assert any(expected == pytest.approx(each_s) for each_s in nearest)
+    for _ in range(3):
+        pace = begun(rates, num_tokens)
+        for done in range(step, num_tokens, step):
+            pace.note_announced(done, computed_by(done))
+        pace.note_completed(computed_by(num_tokens))
+    pace = begun(rates, num_tokens)
+    pace.note_announced(num_tokens // 2, computed_by(num_tokens // 2))
+    whole_s = computed_by(num_tokens)
+    assert pace.expected_end(0.0) == pytest.approx(whole_s, rel=0.05, abs=1e-9)
+
+
+def test_that_law_notices_a_lender_whose_pace_is_taken_for_the_same_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(pace_module, "_LEAST_BITS", 20)
+    with pytest.raises(AssertionError):
+        test_later_tokens_are_expected_to_cost_what_they_cost_before()
+
+
+def test_positions_of_which_nothing_is_known_are_taken_for_the_nearest() -> None:
+    rates = LenderRates()
+    rates.learn_prefill(128, 256, 128 * 1.0)
+    rates.learn_prefill(2048, 4096, 2048 * 3.0)
+    assert rates.prefill_seconds(0, 128) == pytest.approx(128 * 1.0)
+    assert rates.prefill_seconds(256, 512) == pytest.approx(256 * 1.0)
+    assert rates.prefill_seconds(1024, 2048) == pytest.approx(1024 * 3.0)
+    assert rates.prefill_seconds(1 << 15, 1 << 16) == pytest.approx((1 << 15) * 3.0)
 
 
 def test_a_request_that_waits_is_expected_when_it_could_be_computed_at_the_earliest() -> None:
@@ -131,18 +174,21 @@ def test_a_lender_that_changes_its_pace_is_known_by_the_new_one_after_some_reque
 ) -> None:
     rates = known(before)
     for _ in range(20):
-        rates.learn_prefill(LONG, 1.0)
-    assert rates.seconds_per_token(LONG) == pytest.approx(1e-3, rel=1e-3, abs=1e-3 / before)
+        rates.learn_prefill(0, LONG, 1.0)
+    assert rates.prefill_seconds(0, LONG) == pytest.approx(1.0, rel=1e-3, abs=1 / before)
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_nothing_is_learned_from_what_says_little(seconds: float) -> None:
+def test_nothing_is_learned_from_what_says_little() -> None:
     rates = LenderRates()
-    rates.learn_prefill(LEARNS_FROM_TOKENS - 1, 1.0)
     rates.learn_read(LEARNS_FROM_NBYTES - 1, 1.0)
-    rates.learn_prefill(LEARNS_FROM_TOKENS, seconds)
-    rates.learn_read(LEARNS_FROM_NBYTES, seconds)
+    rates.learn_read(LEARNS_FROM_NBYTES, 0.0)
+    pace = begun(rates, LONG)
+    pace.note_announced(LEARNS_FROM_TOKENS - 1, 1.0)
+    pace.note_announced(LONG, 0.0)
     assert rates == LenderRates()
+    # What was too little counts with what comes next.
+    pace.note_announced(LEARNS_FROM_TOKENS, 2.0)
+    assert rates.prefill_seconds(0, LEARNS_FROM_TOKENS) == pytest.approx(2.0)
 
 
 @given(st.integers(LEARNS_FROM_TOKENS, 1 << 16), st.integers(0, 1 << 16), SECONDS)
@@ -153,7 +199,7 @@ def test_cached_tokens_and_the_wait_are_no_part_of_the_pace(
     pace = begun(rates, cached + computed, cached, at=100.0)
     pace.note_announced(cached + computed, 100.0 + seconds)
     pace.note_completed(100.0 + seconds)
-    assert rates.seconds_per_token(computed) == pytest.approx(seconds / computed, rel=1e-6)
+    assert rates.prefill_seconds(cached, cached + computed) == pytest.approx(seconds, rel=1e-6)
 
 
 def test_a_request_that_was_never_announced_teaches_nothing() -> None:

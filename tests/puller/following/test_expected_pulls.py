@@ -25,7 +25,7 @@ def followed(ours: KVCacheReferences, *, knows_rates: bool = True) -> RequestPul
     """A pull whose claim is granted at 0, of a request that is open."""
     peer = Peer(PeerKey.from_ticket(early()), pairing=pairing())
     if knows_rates:
-        peer.rates.learn_prefill(NUM_TOKENS, TAKES_S)
+        peer.rates.learn_prefill(0, NUM_TOKENS, TAKES_S)
         peer.rates.learn_read(1 << 20, 0.001)
     command = ClaimTicket("d", PULL, early(), is_awaited=True)
     me = Rank("d", 3, 4, 0, ours, {})

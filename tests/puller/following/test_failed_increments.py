@@ -76,9 +76,9 @@ class Following:
     def complete(self) -> None:
         self.hear(Completed("r", PULL, ((0, (3, 4, 5)),)))
 
-    def settle(self, number: int, *, fails: bool = False) -> None:
+    def settle(self, number: int, *, fails: bool = False, nbytes: int = 1) -> None:
         error = BackendFailure("it broke") if fails else None
-        settled = Settled(ReadStats(1, 1, 0.0, 0.0), error)
+        settled = Settled(ReadStats(nbytes, 1, 0.0, 0.0), error)
         self.pulls.handle_result(ReadSettled(self.reads[number].tag, settled, self.clock()))
 
 
