@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -143,7 +143,16 @@ class Lease:
     ``max_pulls`` pulls.
     """
 
-    __slots__ = ("_cause", "_max_pulls", "_pulls", "_ticket", "_ttl_s", "deadline", "state")
+    __slots__ = (
+        "_cause",
+        "_ends",
+        "_max_pulls",
+        "_pulls",
+        "_ticket",
+        "_ttl_s",
+        "deadline",
+        "state",
+    )
 
     def __init__(self, offer: LeaseOffer, max_pulls: int = MAX_PULLS) -> None:
         is_growing = offer.ticket is None
@@ -154,6 +163,9 @@ class Lease:
         self._ttl_s = offer.ttl_s
         self._max_pulls = max_pulls
         self._pulls: dict[str, _Pull] = {}
+        # When claims end, and how many do then: those of one frame of messages end together, so
+        # there are few times to look at where there are thousands of claims.
+        self._ends: Counter[float] = Counter()
         self._cause: Freed | None = None
 
     @property
@@ -182,8 +194,7 @@ class Lease:
             raise ValueError(f"request {offer.request!r} has a lease already")
         self._enter("completed")
         self._ticket, self._ttl_s = offer.ticket, offer.ttl_s
-        claims = (end for pull in self._pulls.values() for end in pull.claims.values())
-        self.deadline = max((offer.at + offer.ttl_s, *claims))
+        self.deadline = max((offer.at + offer.ttl_s, *self._ends))
         if any(len(pull.done) == pull.of for pull in self._pulls.values()):
             self._enter("consumed")
             self._drain(offer.at)
@@ -240,7 +251,7 @@ class Lease:
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if pull.of != reader.of:
             return
-        pull.claims.pop(reader.rank, None)
+        self._end_claim(pull, reader.rank)
         pull.done.add(reader.rank)
         if len(pull.done) == pull.of:
             self._enter("consumed")
@@ -270,7 +281,7 @@ class Lease:
         """When :meth:`expire` may change the state."""
         if self.state in (LeaseState.GROWING, LeaseState.HELD):
             return self.deadline
-        return max(end for pull in self._pulls.values() for end in pull.claims.values())
+        return max(self._ends)
 
     def _denied(self, reader: Reader, now: float) -> Denied | None:
         if self.state is LeaseState.HELD and now >= self.deadline:
@@ -294,9 +305,19 @@ class Lease:
 
     def _grant(self, pull: _Pull, rank: int, now: float) -> Grant:
         # What was granted while it grew may hold for longer, and its reader believes that.
-        pull.claims[rank] = max(now + self._ttl_s, pull.claims.get(rank, now))
-        self.deadline = max(self.deadline, now + self._ttl_s)
+        end = max(now + self._ttl_s, pull.claims.get(rank, now))
+        self._end_claim(pull, rank)
+        pull.claims[rank] = end
+        self._ends[end] += 1
+        self.deadline = max(self.deadline, end)
         return Grant(self._ttl_s)
+
+    def _end_claim(self, pull: _Pull, rank: int) -> None:
+        end = pull.claims.pop(rank, None)
+        if end is not None:
+            self._ends[end] -= 1
+            if not self._ends[end]:
+                del self._ends[end]
 
     def _enter(self, cause: str) -> None:
         entered = TRANSITIONS.get((self.state, cause))
@@ -307,7 +328,7 @@ class Lease:
     def _drain(self, now: float) -> None:
         if self.state is not LeaseState.CLOSING:
             return
-        if all(end <= now for pull in self._pulls.values() for end in pull.claims.values()):
+        if all(end <= now for end in self._ends):
             self.state = TRANSITIONS[self.state, "drained"]
 
 
@@ -336,7 +357,9 @@ class LeaseTable:
         self._leases: dict[str, Lease] = {}
         self._ended: OrderedDict[str, Freed] = OrderedDict()
         self._remember = remember
+        # When a lease is looked at next: one time of each counts, others in the heap do not.
         self._timers: list[tuple[float, str]] = []
+        self._due: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -351,7 +374,7 @@ class LeaseTable:
             raise ValueError(f"request {offer.request!r} has a lease already")
         self._ended.pop(offer.request, None)
         lease = self._leases[offer.request] = Lease(offer)
-        self._settle(offer.request, lease, timer_spent=True)
+        self._settle(offer.request, lease)
 
     def complete_lease(self, offer: LeaseOffer) -> list[FreedLease]:
         """Complete the lease of ``offer.request``, which grows; returns it if its reader has left.
@@ -363,7 +386,7 @@ class LeaseTable:
             raise ValueError(f"request {offer.request!r} has no lease that grows")
         lease = self._leases[offer.request]
         lease.complete(offer)
-        return self._settle(offer.request, lease, timer_spent=True)
+        return self._settle(offer.request, lease)
 
     def claim_lease(
         self, request: str, reader: Reader, ticket: bytes, now: float
@@ -457,29 +480,32 @@ class LeaseTable:
         """Free the leases that have expired at ``now``.  Cost grows with due timers, not leases."""
         freed: list[FreedLease] = []
         while self._timers and self._timers[0][0] <= now:
-            _, request = heapq.heappop(self._timers)
-            lease = self._leases.get(request)
-            if lease is None:
+            at, request = heapq.heappop(self._timers)
+            if self._due.get(request) != at:
                 continue
+            del self._due[request]
+            lease = self._leases[request]
             lease.expire(now)
-            freed += self._settle(request, lease, timer_spent=True)
+            freed += self._settle(request, lease)
         return freed
 
     def next_expiry(self) -> float | None:
         """When :meth:`free_expired` must run next, or None when nothing is lent."""
-        while self._timers and self._timers[0][1] not in self._leases:
+        while self._timers and self._due.get(self._timers[0][1]) != self._timers[0][0]:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
-    def _settle(self, request: str, lease: Lease, timer_spent: bool = False) -> list[FreedLease]:
+    def _settle(self, request: str, lease: Lease) -> list[FreedLease]:
         freed = lease.freed
         if freed is None:
             due = lease.next_expiry()
             # A lease that grows needs none: what ends that comes here.
-            if due < math.inf and (timer_spent or due < lease.deadline):
+            if due < self._due.get(request, math.inf):
                 heapq.heappush(self._timers, (due, request))
+                self._due[request] = due
             return []
         del self._leases[request]
+        self._due.pop(request, None)
         self._ended[request] = freed
         while len(self._ended) > self._remember:
             self._ended.popitem(last=False)

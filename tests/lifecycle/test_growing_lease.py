@@ -327,6 +327,7 @@ class ForgetsClaims(Lease):
         super().complete(offer)
         for pull in self._pulls.values():
             pull.claims.clear()
+        self._ends.clear()
         self.deadline = offer.at + offer.ttl_s
 
 
@@ -363,7 +364,7 @@ class ShortensClaims(Lease):
     """Takes back a part of what it granted while it grew."""
 
     def _grant(self, pull: Any, rank: int, now: float) -> Grant:
-        pull.claims.pop(rank, None)
+        self._end_claim(pull, rank)
         return super()._grant(pull, rank, now)
 
 
