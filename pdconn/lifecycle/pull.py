@@ -272,9 +272,12 @@ class Pull:
         return self._read_if_wanted(now)
 
     def parked(self, seq: int, ttl_s: float, now: float) -> list[Effect]:
-        """The lender awaits the request that claim ``seq`` is for, for ``ttl_s`` seconds."""
-        if self.state is PullState.CLAIMING and seq in self._sent:
-            self._wait_until = now + ttl_s + self._patience.claim_s
+        """The lender awaits the request that claim ``seq`` is for, for ``ttl_s`` seconds.
+
+        It is believed once, and for as long as a read may take.
+        """
+        if self.state is PullState.CLAIMING and seq in self._sent and not self._is_parked:
+            self._wait_until = now + min(ttl_s, self._patience.read_s) + self._patience.claim_s
             self._is_parked = True
         return []
 

@@ -70,8 +70,11 @@ class FollowedStream:
         self.pace = StreamPace(self._rates, message.num_tokens)
         return self.ticket
 
-    def grow(self, message: Grown, pairing: Pairing, now: float) -> None:
+    def grow(self, message: Grown, pairing: Pairing, now: float) -> bool:
         """The lender has announced more blocks; the first time, none if nothing was cached.
+
+        Returns:
+            Whether that is news: a lender may not keep us waiting by messages that say nothing.
 
         Raises:
             MessageError: of a stream that is not open, or other blocks than were announced before.
@@ -80,7 +83,8 @@ class FollowedStream:
         if self.ticket is None or self.pace is None:
             raise MessageError("grown", "an open stream", "none")
         if self._is_complete:
-            return
+            return False
+        count, has_begun = self._count, self.pace.started_at is not None
         for each in message.blocks:
             known = self._lists.setdefault(each.group, [])
             again = known[each.first : each.first + len(each.ids)]
@@ -90,8 +94,11 @@ class FollowedStream:
                 known += each.ids[len(again) :]
                 self._count += len(each.ids) - len(again)
         check_block_count(self._count, max_blocks_for(self.ticket.num_tokens))
+        if has_begun and self._count == count:
+            return False
         tokens = announced_tokens(pairing, self._announced(len(pairing.lent_num_blocks)))
         self.pace.note_announced(min(tokens, self.ticket.num_tokens), now)
+        return True
 
     def complete(self, message: Completed, now: float) -> Ticket:
         """The lender has announced all blocks; returns the ticket with them.

@@ -238,8 +238,8 @@ class RequestPull(PeerPull):
         if isinstance(message, messages.Grown):
             if self.peer.pairing is None:
                 raise MessageError("grown", "after the greeting", "before it")
-            stream.grow(message, self.peer.pairing, now)
-            return self.machine.grew(now)
+            is_news = stream.grow(message, self.peer.pairing, now)
+            return self.machine.grew(now) if is_news else []
         ticket = self.ticket = stream.complete(message, now)
         if self.measured.completed is None:
             self.measured.completed, self.measured.early_nbytes = now, stream.nbytes_read

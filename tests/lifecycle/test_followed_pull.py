@@ -117,6 +117,19 @@ def test_only_the_claim_that_was_sent_is_parked() -> None:
     assert later <= TTL_S
 
 
+@pytest.mark.parametrize("ttl_s", [1.0, PARK_S, 2.0**31 / 1000])
+def test_a_lender_may_let_a_claim_wait_once_and_no_longer_than_a_read(ttl_s: float) -> None:
+    """It may say 24 days in a message, and say so again."""
+    pull, now = Pull(PATIENCE, 0.0, follows=True), 0.0
+    pull.greeted(0.0)
+    while pull.state is PullState.CLAIMING:
+        assert now <= min(ttl_s, PATIENCE.read_s) + PATIENCE.claim_s
+        pull.parked(1, ttl_s, now)
+        now += 0.5
+        pull.tick(now)
+    assert pull.state is PullState.FAILED
+
+
 @pytest.mark.parametrize("is_wanted", [False, True])
 def test_a_lender_that_announces_nothing_more_fails_the_pull(is_wanted: bool) -> None:
     """It answers renewals: its engine is stuck."""

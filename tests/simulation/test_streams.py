@@ -131,10 +131,11 @@ def test_a_reader_that_does_not_compare_positions_is_noticed(
         self._lists.clear()
         return real(self, message, now)
 
-    def trusting(self: FollowedStream, *args: object) -> None:
+    def trusting(self: FollowedStream, *args: object) -> bool:
         for each in args[0].blocks:  # type: ignore[attr-defined]
             self._lists.setdefault(each.group, [])[each.first :] = each.ids
         grow(self, *args)  # type: ignore[arg-type]
+        return True
 
     monkeypatch.setattr(FollowedStream, "complete", credulous)
     monkeypatch.setattr(FollowedStream, "grow", trusting)

@@ -7,7 +7,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pdconn.lifecycle.pace import LenderRates
-from pdconn.lifecycle.pull import Patience
+from pdconn.lifecycle.pull import Patience, SendRenew
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.errors import MessageError, ProtocolError
@@ -105,10 +105,10 @@ class BelievesTheTicket(FollowedStream):
 class BelievesTheLast(FollowedStream):
     """Takes a position that is announced again for the new block."""
 
-    def grow(self, message: Grown, pairing: Pairing, now: float) -> None:
+    def grow(self, message: Grown, pairing: Pairing, now: float) -> bool:
         for each in message.blocks:
             del self._lists.setdefault(each.group, [])[each.first :]
-        super().grow(message, pairing, now)
+        return super().grow(message, pairing, now)
 
 
 @pytest.mark.parametrize("broken", [BelievesTheTicket, BelievesTheLast])
@@ -152,3 +152,42 @@ def test_a_pull_with_a_ticket_hears_of_no_stream() -> None:
     for message in (Parked(1, STREAM, "here/1", 1), OPENED, GROWN, Completed("r", "here/1", ())):
         with pytest.raises(MessageError, match="no stream"):
             pull.heard_of_stream(message, 0.0)
+
+
+SAYS_NOTHING = {
+    "nothing": Grown("r", "here/1", ()),
+    "what is known": GROWN,
+    "what is too far": Grown("r", "here/1", (GrownBlocks(0, 7, (9,)),)),
+    "other groups' nothing": Grown("r", "here/1", (GrownBlocks(3, 0, ()),)),
+}
+
+
+def fails_in_time(message: Grown) -> None:
+    """The lender renews the claim, and says it every second, once it has announced a block."""
+    pull, now = claiming(early()), 0.0
+    pull.peer.pairing = pairing()
+    pull.machine.greeted(now)
+    pull.heard_of_stream(OPENED, now)
+    pull.machine.granted(1, 60.0, now)
+    pull.heard_of_stream(GROWN, now)
+    while pull.machine.reason is None:
+        assert now <= Patience().read_s, "it waits on"
+        now += 1.0
+        pull.heard_of_stream(message, now)
+        for effect in pull.machine.tick(now):
+            if isinstance(effect, SendRenew):
+                pull.machine.granted(effect.seq, 60.0, now)
+    assert "announced nothing" in pull.machine.reason
+
+
+@pytest.mark.parametrize("what", SAYS_NOTHING)
+def test_messages_that_say_nothing_keep_no_pull_waiting(what: str) -> None:
+    fails_in_time(SAYS_NOTHING[what])
+
+
+def test_that_law_notices_a_reader_that_takes_everything_for_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FollowedStream, "grow", lambda self, message, pairing, now: True)
+    with pytest.raises(AssertionError, match="it waits on"):
+        fails_in_time(GROWN)
