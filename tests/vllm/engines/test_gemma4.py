@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdconn.tools.lab.compare_answers import make_prompts
-from tests.vllm.engines.families.handover import Handover, engine, handing_over
+from tests.vllm.engines.families.handover import STEPS, Handover, engine, handing_over
 from tests.vllm.engines.families.models import GEMMA_4
 
 pytestmark = pytest.mark.matrix
@@ -24,8 +24,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handover]:
     faults = {"reads": {"corrupt": 1.0}}
     caching = {"prefix_caching": True}
     specs = [
-        engine("prefill", family, model, "kv_producer", **caching),
-        engine("wide-prefill", family, model, "kv_producer", ranks=2, **caching),
+        engine("prefill", family, model, "kv_producer", args=STEPS, **caching),
+        engine("wide-prefill", family, model, "kv_producer", ranks=2, args=STEPS, **caching),
         engine("decode", family, model, "kv_consumer", **caching),
         engine("wide-decode", family, model, "kv_consumer", ranks=2, **caching),
         engine("corrupted", family, model, "kv_consumer", verify="off", debug_faults=faults),
@@ -56,9 +56,11 @@ def test_its_answers_are_those_of_one_engine(
     saved = engines.metric("saved_by_hits_bytes_total", decode)
     assert engines.mismatches(prompts, prefill, decode) == []
     assert engines.metric("saved_by_hits_bytes_total", decode) > saved
+    engines.follow(seed + 10, prefill, decode, ranks=ranks)
 
 
 def test_a_corrupted_pull_is_noticed(engines: Handover) -> None:
     """Negative control; the tokens pulled fill their blocks, so that every byte matters."""
     prompts = make_prompts([8 * GEMMA_4.block_tokens] * 4, seed=9)
     assert len(engines.mismatches(prompts, decode="corrupted")) == 4
+    assert len(engines.mismatches(prompts, decode="corrupted", like=engines.like())) == 4

@@ -12,8 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pdconn.tools.lab.compare_answers import TOLERANCE, Answer, Mismatch, compare
-from pdconn.tools.lab.lab_client import Client, lend_prefix, prefill_then_decode
+from pdconn.tools.lab.compare_answers import TOLERANCE, Answer, Mismatch, compare, make_prompts
+from pdconn.tools.lab.lab_client import (
+    Client,
+    ask_both,
+    lend_prefix,
+    prefill_only,
+    prefill_then_decode,
+)
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
@@ -25,6 +31,11 @@ NUM_TOKENS = 8
 COARSE = 0.02
 """Nats between right answers of a model in bfloat16, or of kernels that round by batch, asked one
 after another.  Asked at once, one LFM2 alone is 0.04 from itself and one MLA model 0.9."""
+
+STEPS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
+"""Arguments of a prefill engine that computes longer prompts in several steps."""
+FOLLOWED_LENGTHS = (1980, 1500, 300, 31)
+"""Of prompts that decode follows; it asks for blocks of the first at once, and reads it early."""
 
 Prompt = tuple[int, ...]
 
@@ -40,6 +51,7 @@ def engine(
     connector: str | None = None,
     layout: str = "LBHNC",
     max_model_len: int = MAX_MODEL_LEN,
+    args: tuple[str, ...] = (),
     **extra: Any,
 ) -> EngineSpec:
     """One engine; ``connector`` is a class of :mod:`tests.vllm.engines.families.controls`."""
@@ -63,9 +75,13 @@ def engine(
         one_process=ranks == 1,
         max_model_len=max_model_len,
         block_tokens=family.block_tokens,
-        args=("--dtype", family.dtype, *family.args),
+        args=("--dtype", family.dtype, *family.args, *args),
         env={"PDCONN_CPU_STATES": "1", "VLLM_SERVER_DEV_MODE": "1"},
     )
+
+
+_AHEAD_S = 0.1
+_OF_STREAMS = ("pulls_followed_total", "early_bytes_total")
 
 
 class Handover:
@@ -84,19 +100,61 @@ class Handover:
         return self._expected[prompt]
 
     def mismatches(
-        self, prompts: Sequence[Prompt], prefill: str = "prefill", decode: str = "decode"
+        self,
+        prompts: Sequence[Prompt],
+        prefill: str = "prefill",
+        decode: str = "decode",
+        like: Mapping[str, Any] | None = None,
     ) -> list[tuple[int, Mismatch]]:
-        """How answers after a hand-over differ, by the prompt's tokens."""
+        """How answers after a hand-over differ, by the prompt's tokens.
+
+        Args:
+            like: an earlier ticket of ``prefill``: decode follows it, the first prompt from its
+                first step on.
+        """
+        sides = self.clients[prefill], self.clients[decode]
         tolerance = COARSE if self.family.dtype == "bfloat16" else TOLERANCE
         found = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             longer, want = self.expected(prompt)
-            seen = prefill_then_decode(
-                self.clients[prefill], self.clients[decode], longer, NUM_TOKENS
-            )
+            if like is None:
+                seen = prefill_then_decode(*sides, longer, NUM_TOKENS)
+            else:
+                ahead_s = 0.0 if number else _AHEAD_S
+                seen, _ = ask_both(*sides, longer, NUM_TOKENS, like=like, head_start_s=-ahead_s)
             if (difference := compare(want, seen, tolerance)) is not None:
                 found.append((len(longer), difference))
         return found
+
+    def like(self, prefill: str = "prefill", decode: str = "decode") -> Mapping[str, Any]:
+        """A ticket of ``prefill``, which says where it lends; used up."""
+        prompt = tuple(range(50, 120))
+        ticket = prefill_only(self.clients[prefill], prompt)
+        assert ticket is not None
+        self.clients[decode].complete(prompt, 1, kv_transfer_params=ticket)
+        return ticket
+
+    def follow(
+        self,
+        seed: int,
+        prefill: str = "prefill",
+        decode: str = "decode",
+        *,
+        ranks: int = 1,
+        in_steps: bool = True,
+    ) -> None:
+        """Decode follows prompts that nobody has seen: each pull of its ranks, and answers rightly.
+
+        Args:
+            in_steps: whether prefill computes the longest in several steps: some is read early.
+        """
+        like = self.like(prefill, decode)
+        followed, early = (self.metric(name, decode) for name in _OF_STREAMS)
+        prompts = make_prompts(FOLLOWED_LENGTHS, seed)
+        assert self.mismatches(prompts, prefill, decode, like) == []
+        now_followed, now_early = (self.metric(name, decode) for name in _OF_STREAMS)
+        assert now_followed - followed == ranks * len(prompts)
+        assert (now_early > early) is in_steps
 
     def wrong(
         self,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pdconn.tools.lab.compare_answers import compare, distance, make_prompts
-from pdconn.tools.lab.lab_client import Client, prefill_then_decode
+from pdconn.tools.lab.lab_client import Client, ask_both, prefill_only, prefill_then_decode
 from pdconn.tools.lab.ports import free_ports
 from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
-from tests.vllm.engines.families.handover import engine, handing_over
+from tests.vllm.engines.families.handover import STEPS, engine, handing_over
 from tests.vllm.engines.families.models import GPT_OSS, LLAMA_4, MLA, Family
 
 pytestmark = pytest.mark.matrix
@@ -25,7 +25,7 @@ def test_chunks_and_windows(family: Family, tmp_path: Path) -> None:
     model = family.write(tmp_path / "model")
     faults = {"reads": {"corrupt": 1.0}}
     specs = [
-        engine("prefill", family, model, "kv_producer", prefix_caching=True),
+        engine("prefill", family, model, "kv_producer", prefix_caching=True, args=STEPS),
         engine("decode", family, model, "kv_consumer", prefix_caching=True),
         engine("flipped", family, model, "kv_consumer", verify="off", debug_faults=faults),
     ]
@@ -36,6 +36,8 @@ def test_chunks_and_windows(family: Family, tmp_path: Path) -> None:
         assert made.metric("saved_by_hits_bytes_total") > 0
         full = make_prompts([8 * 32] * 4, seed=9)  # one more token: every byte pulled matters
         assert len(made.mismatches(full, decode="flipped")) == 4
+        made.follow(seed=15)
+        assert len(made.mismatches(full, decode="flipped", like=made.like())) == 4
 
 
 def in_tree(spec, port: int):
@@ -64,14 +66,20 @@ def test_mla(tmp_path: Path) -> None:
     ]
     with running(specs, tmp_path, cache=cache_beside(model)) as started:
         prefill, decode, flipped, their_prefill, their_decode = (Client(e.url) for e in started)
-        answers = set()
-        for prompt in prompts:
+        answers, like = set(), prefill_only(prefill, prompts[0])  # decode pulls nothing of it
+        assert like is not None
+        for number, prompt in enumerate(prompts):
             theirs = prefill_then_decode(their_prefill, their_decode, prompt, 8)
             ours = prefill_then_decode(prefill, decode, prompt, 8)
             assert compare(theirs, ours) is None, len(prompt)
             answers.add(ours.tokens)
+            if number % 4 == 3:
+                followed, _ = ask_both(prefill, decode, prompt, 8, like=like)
+                assert compare(theirs, followed) is None, len(prompt)
         assert len(answers) == len(prompts)
-        assert decode.metrics()["pdconn:pulls_verified_total"] == len(prompts) - 1
+        seen, num_followed = decode.metrics(), len(prompts) // 4
+        assert seen["pdconn:pulls_followed_total"] == num_followed
+        assert seen["pdconn:pulls_verified_total"] == len(prompts) - 1 + num_followed
         for prompt in make_prompts([8 * 16 + 1] * 4, seed=9):
             theirs = prefill_then_decode(their_prefill, their_decode, prompt, 8)
             seen = prefill_then_decode(prefill, flipped, prompt, 8)

@@ -45,6 +45,7 @@ def test_answers_are_those_of_one_engine(granite: Handover) -> None:
     # Again: both hold prefixes, and the state of their end.
     assert granite.mismatches(PROMPTS) == []
     assert granite.metric("saved_by_hits_bytes_total") > 0
+    granite.follow(seed=15)
 
 
 def test_states_are_divided_among_ranks(granite: Handover) -> None:
@@ -69,6 +70,7 @@ def test_a_decode_engine_refuses_states_of_the_whole_prompt_and_computes(
 def test_a_flipped_bit_of_a_state_is_noticed(granite: Handover) -> None:
     """Negative control."""
     assert len(granite.mismatches(PROMPTS[2:8], decode="flipped")) == 6
+    assert len(granite.mismatches(PROMPTS[2:8], decode="flipped", like=granite.like())) == 6
 
 
 @pytest.mark.matrix
@@ -90,6 +92,7 @@ def test_other_families(family: Family, prefix_caching: bool, tmp_path: Path) ->
             assert made.metric("saved_by_hits_bytes_total") > 0
         else:
             assert len(made.mismatches(PROMPTS[2:6], decode="flipped")) == 4
+        made.follow(seed=15, in_steps=prefix_caching)  # which ends steps where states are kept
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,8 @@ def test_ranks_divide_and_join_states(ranks: Handover) -> None:
     assert ranks.mismatches(PROMPTS) == []
     assert ranks.mismatches(PROMPTS, decode="wide") == []
     assert ranks.metric("pulls_verified_total", "wide") == 2 * len(PROMPTS)
+    ranks.follow(seed=15)
+    ranks.follow(16, decode="wide", ranks=2)
 
 
 @pytest.mark.matrix
