@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -29,21 +28,29 @@ from tests.vllm.engines.streams.chunked import (
     answers_of,
     ask_legs,
     await_streams,
-    chunked,
     ends,
 )
 
 pytestmark = pytest.mark.matrix
 
+[UNHEARD] = make_prompts([700], seed=61)
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "caching"])
-def engines(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Chunked]:
-    caches: bool = request.param
-    work = tmp_path_factory.mktemp("chunked") / "engines"
-    with chunked(model, work, caches=caches, wide=caches) as made:
-        yield made
+
+@pytest.fixture(scope="module", autouse=True)
+def unheard(engines: Chunked) -> Iterator[Future[tuple[Answer, float]] | None]:
+    """A request whose prefill never comes, and the seconds that it took; it waits beside others."""
+
+    def ask() -> tuple[Answer, float]:
+        began, decode = time.monotonic(), engines.client("decode")
+        answer = decode.complete(UNHEARD, NUM_TOKENS, kv_transfer_params=early.to_params())
+        return answer, time.monotonic() - began
+
+    if "beside" not in engines.engines:  # those that cache decide alike
+        yield None
+        return
+    early = EarlyTicket.like(engines.like(), "nobody-asks-prefill-for-this")
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(ask)
 
 
 def test_blocks_are_announced_and_read_before_the_last_step(engines: Chunked) -> None:
@@ -59,9 +66,8 @@ def test_blocks_are_announced_and_read_before_the_last_step(engines: Chunked) ->
     assert engines.metric("pdconn:early_bytes_total", "decode") > early
 
 
+@pytest.mark.parametrize("engines", ["caching"], indirect=True)  # it runs beside that pair
 def test_an_engine_of_two_ranks_follows_one_of_one(engines: Chunked) -> None:
-    if "wide" not in engines.engines:
-        pytest.skip("it runs beside the other pair")
     like = engines.like("wide")
     followed = engines.metric("pdconn:pulls_followed_total", "wide")
     prompts = make_prompts([LONG, 1000, STEP_TOKENS, 3 * BLOCK + 1], seed=37)
@@ -93,7 +99,8 @@ def test_clients_that_leave_cost_no_right_answer(engines: Chunked) -> None:
         with ThreadPoolExecutor(2 * len(some)) as pool:
             asked = []
             for number, prompt in enumerate(some):
-                left = [draw.uniform(0.01, 1.0), draw.uniform(0.01, 1.0)]
+                # A request that its client leaves before it enters prefill is waited for: see below.
+                left = [draw.uniform(0.05, 1.0), draw.uniform(0.01, 1.0)]
                 if number % 3 < 2:
                     left[number % 3] = 120.0
                 legs = ask_legs(pool, engines, prompt, like, leaves_s=(left[0], left[1]))
@@ -108,15 +115,12 @@ def test_clients_that_leave_cost_no_right_answer(engines: Chunked) -> None:
     assert engines.used("prefill", "decode") == {}
 
 
-def test_a_stream_whose_prefill_never_comes_is_computed(engines: Chunked) -> None:
-    early = EarlyTicket.like(engines.like(), "nobody-asks-prefill-for-this")
-    [prompt] = make_prompts([700], seed=61)
-    began = time.monotonic()
-    answer = engines.client("decode").complete(
-        prompt, NUM_TOKENS, kv_transfer_params=early.to_params()
-    )
-    took_s = time.monotonic() - began
-    assert engines.wrong([prompt], [answer]) == []
+@pytest.mark.parametrize("engines", ["plain"], indirect=True)
+def test_a_stream_whose_prefill_never_comes_is_computed(
+    engines: Chunked, unheard: Future[tuple[Answer, float]]
+) -> None:
+    answer, took_s = unheard.result()
+    assert engines.wrong([UNHEARD], [answer]) == []
     assert PARK_S / 2 < took_s < PARK_S + 5
 
 
@@ -132,17 +136,16 @@ def test_a_stream_of_another_boot_is_computed_at_once(engines: Chunked) -> None:
     assert engines.wrong([prompt], [answer]) == []
 
 
-@pytest.mark.parametrize("head_start_s", [0.0, 0.15])
-def test_prefill_killed_amid_streams_costs_no_right_answer(
-    engines: Chunked, head_start_s: float
-) -> None:
+@pytest.mark.parametrize("engines", ["caching"], indirect=True)
+def test_prefill_killed_amid_many_streams_costs_no_right_answer(engines: Chunked) -> None:
+    """At some point of each; every point of one is in ``test_kills``."""
     like, streams = engines.like(), engines.metric("pdconn:streams_total", "prefill")
     prompts = make_prompts([LONG - 40 * number for number in range(6)], seed=71)
     prefill = engines.engines["prefill"]
     with ThreadPoolExecutor(2 * len(prompts)) as pool:
         asked = [ask_legs(pool, engines, prompt, like) for prompt in prompts]
         await_streams(engines, streams + 1)
-        time.sleep(head_start_s)
+        time.sleep(0.15)
         prefill.kill_command()
         answers = [legs.decode.result() for legs in asked]
         assert any(not isinstance(ends(legs.prefill), Answer) for legs in asked)
@@ -155,9 +158,11 @@ def test_prefill_killed_amid_streams_costs_no_right_answer(
     assert engines.wrong(prompts[:2], answers_of(engines, prompts[:2], engines.like())) == []
 
 
-def test_decode_killed_amid_streams_costs_prefill_no_block(engines: Chunked) -> None:
+@pytest.mark.parametrize("engines", ["caching"], indirect=True)
+def test_decode_killed_amid_many_streams_costs_prefill_no_block(engines: Chunked) -> None:
+    """Of three prompts one waits until the leases of the others end."""
     like, streams = engines.like(), engines.metric("pdconn:streams_total", "prefill")
-    prompts = make_prompts([LONG - 40 * number for number in range(6)], seed=81)
+    prompts = make_prompts([LONG - 40 * number for number in range(3)], seed=81)
     decode = engines.engines["decode"]
     with ThreadPoolExecutor(2 * len(prompts)) as pool:
         asked = [ask_legs(pool, engines, prompt, like) for prompt in prompts]
