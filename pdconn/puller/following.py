@@ -84,7 +84,7 @@ class FollowedStream:
             raise MessageError("grown", "an open stream", "none")
         if self._is_complete:
             return False
-        count, has_begun = self._count, self.pace.started_at is not None
+        count, has_begun = self._count, self.pace.known is not None
         for each in message.blocks:
             known = self._lists.setdefault(each.group, [])
             again = known[each.first : each.first + len(each.ids)]
