@@ -9,13 +9,16 @@ are being computed.
 
 An engine with a ``boot`` knows streams, as pdconn does: decode that has an early ticket
 answers when the prefill with that stream has ended.  It computes the prompt if that lends
-nothing, if the ticket names another boot, or if no such prefill comes (``PARKED_S``).
+nothing, or another prompt; at once if the ticket names a boot that is not up, or if there is
+nothing to pull; and if no such prefill comes (``parks_s``).  A ticket that was used fails its
+request under ``policy`` ``fail``, vLLM's default.
+
+``tests/router/handover/stream_scenarios.py`` gives these fakes and vLLM the same requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -49,6 +52,10 @@ OURS = (
 PARKED_S = 5.0
 """How long decode waits for a prefill with its stream."""
 
+MISTAKEN, GONE = "pdconn:tickets_mistaken_total", "pdconn:tickets_gone_total"
+USED, UNKNOWN = "pdconn:pulls_refused_consumed_total", "pdconn:pulls_refused_unknown_total"
+ABORTED, UNREACHABLE = "pdconn:pulls_refused_aborted_total", "pdconn:pulls_unreachable_total"
+
 #: Split across a UTF-8 letter and without regard to SSE's lines.
 CHUNKS = (b'data: {"text": "\xc3', b'\xa9"}\n\nda', b"ta: x\n\n", b"data: [DONE]\n\n")
 
@@ -77,6 +84,18 @@ class Seen:
         return self.params.get("pdconn") or {}
 
     @property
+    def prompt(self) -> str:
+        """The prompt, of whatever form."""
+        names = ("prompt", "messages", "input")
+        return json.dumps([self.body.get(name) for name in names])
+
+    @property
+    def has_one_token(self) -> bool:
+        """Whether its prompt is a single token, which every engine computes itself."""
+        prompt = self.body.get("prompt")
+        return isinstance(prompt, list) and len(prompt) == 1
+
+    @property
     def stream(self) -> tuple[str, str] | None:
         """The boot and the name of the stream that it is to follow."""
         if not self.params.get("do_remote_prefill") or "stream" not in self.ours:
@@ -94,25 +113,57 @@ class Leases:
     """Tickets whose blocks prefill still holds.
 
     Attributes:
+        prompts: of each lease, the prompt that it is of, where that is known.
+        boots: those that are up.
         streams: of each stream, its lease once prefill has ended; None if it has lent nothing.
         followed: streams, by the boot and the name, that decode was to follow.
+        readers: requests that follow a stream.
+        left: streams whose readers have all left before prefill had ended.
     """
 
     held: set[str] = field(default_factory=set)
     granted: int = 0
+    prompts: dict[str, str] = field(default_factory=dict)
+    boots: set[str] = field(default_factory=set)
     streams: dict[tuple[str, str], asyncio.Future[str | None]] = field(default_factory=dict)
     followed: list[tuple[str, str]] = field(default_factory=list)
+    readers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    left: set[tuple[str, str]] = field(default_factory=set)
 
-    def grant(self, boot: str | None = None, stream: str | None = None) -> str:
+    def grant(
+        self, boot: str | None = None, stream: str | None = None, prompt: str | None = None
+    ) -> str:
         """The ticket of a new lease; of ``stream``, at an engine with a ``boot``."""
         self.granted += 1
         name = f"lease-{self.granted}"
-        self.held.add(name)
+        if prompt is not None:
+            self.prompts[name] = prompt
+        if boot is None or stream is None or (boot, stream) not in self.left:
+            self.held.add(name)
         if boot is None:
             return TICKET % name
         if stream is not None:
             self.end_stream(boot, stream, name)
         return ticket_of(boot, name)
+
+    def begin_boot(self, boot: str | None, last: str | None) -> None:
+        """An engine is another boot: nothing comes of the streams of its last one."""
+        self.boots -= {last}
+        self.boots |= {boot} - {None}
+        for of, stream in self.streams:
+            if of == last:
+                self.end_stream(of, stream, None)
+
+    def end_reader(self, stream: tuple[str, str]) -> None:
+        """One request less follows a stream; after the last one its lease ends, now or later."""
+        if not self.readers[stream]:
+            return
+        self.readers[stream] -= 1
+        if not self.readers[stream]:
+            if self.streams[stream].done():
+                self.held.discard(self.streams[stream].result() or "")
+            else:
+                self.left.add(stream)
 
     def stream_of(self, boot: str, stream: str) -> asyncio.Future[str | None]:
         """What comes of a stream; prefill's request may come after decode's."""
@@ -170,7 +221,9 @@ class FakeEngine:
         self.cached_tokens: Any = None  # what prefill reports, if it does
         self.usage: dict[str, Any] | None = None  # the same, whole
         self.lends = True
-        self.boot: str | None = None  # what its tickets name, if it knows streams
+        self._boot: str | None = None
+        self.parks_s = PARKED_S  # how long it waits for a prefill with the stream that it follows
+        self.policy = "fail"  # kv_load_failure_policy
         self.computes = asyncio.Event()  # while cleared prefill does not end
         self.computes.set()
         self.held_tokens: int | None = None  # of a prefix that is asked for; None: all of it
@@ -187,6 +240,16 @@ class FakeEngine:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def boot(self) -> str | None:
+        """What its tickets name, if it knows streams; another one is a restart."""
+        return self._boot
+
+    @boot.setter
+    def boot(self, boot: str | None) -> None:
+        self.leases.begin_boot(boot, self._boot)
+        self._boot = boot
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -289,18 +352,15 @@ class FakeEngine:
         finally:
             if admitted:
                 self.tell_lender(seen)
-            if self.boot is not None and "stream" in seen.ours and seen.stream is None:
-                # Prefill's, however it ended; what it has lent is known before.
-                self.leases.end_stream(self.boot, seen.ours["stream"], None)
+                if self.boot is not None and "stream" in seen.ours and seen.stream is None:
+                    # Prefill's, however it ended; what it has lent is known before.
+                    self.leases.end_stream(self.boot, seen.ours["stream"], None)
 
     def tell_lender(self, seen: Seen) -> None:
-        """The request is over, however it ended: its blocks are not needed.
-
-        A stream that has not ended has none yet.  Its lease stays, until it is given back.
-        """
+        """The request is over, however it ended: its blocks are not needed."""
         params = seen.params
-        if seen.stream in self.leases.streams and self.leases.streams[seen.stream].done():
-            self.leases.held.discard(self.leases.streams[seen.stream].result())
+        if seen.stream is not None:
+            self.leases.end_reader(seen.stream)
         self.leases.held.discard(params.get("lease"))
         self.leases.held.discard(seen.source.get("lease"))
 
@@ -310,38 +370,62 @@ class FakeEngine:
             return error(404, f"The model `{body['model']}` does not exist.")
         if "lend" in seen.ours:
             return self.prefix_answer(seen.ours["lend"])
-        if seen.params.get("do_remote_prefill"):
-            self.pull(seen, await self.lease_for(seen))
+        if seen.params.get("do_remote_prefill") and not await self.pull(seen):
+            return error(500, "Internal server error")
         if seen.params.get("do_remote_decode"):
             await self.computes.wait()
-            return self.prefill_answer(seen.ours.get("stream"))
+            return self.prefill_answer(seen)
         if body.get("stream"):
             return await self.stream(http)
         return web.Response(body=ANSWER, content_type="application/json")
 
-    async def lease_for(self, seen: Seen) -> str | None:
-        """What its ticket names, or the stream that it follows."""
-        if seen.stream is None:
-            return seen.params.get("lease")
-        self.leases.followed.append(seen.stream)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PARKED_S):
-                return await asyncio.shield(self.leases.stream_of(*seen.stream))
-        return None
+    async def pull(self, seen: Seen) -> bool:
+        """What is lent, as a real engine does before it answers; False if the request fails.
 
-    def pull(self, seen: Seen, lease: str | None) -> None:
-        """What is lent, as a real engine does before it answers; else it computes the prompt."""
-        cause = self.pull_fails
-        if cause is None and lease not in self.leases.held:
-            cause = "pdconn:pulls_refused_unknown_total"
-        if cause is None:
-            self.counts[PULLS] += 1
+        Where it does not, a prompt that was not pulled is computed.
+        """
+        if seen.stream is not None:
+            causes = await self.follow(seen, seen.stream)
         else:
-            self.counts[cause] += 1
-            self.counts[FAILED] += cause not in NOT_BEGUN
+            causes = self._why_not_pulled(seen, seen.params.get("lease"))
+        if seen.has_one_token:  # there is nothing to pull
+            return True
+        is_begun = not NOT_BEGUN.intersection(causes)
+        self.counts.update(causes or (PULLS,))
+        self.counts[FAILED] += bool(causes) and is_begun
+        return self.policy == "recompute" or not (causes and is_begun)
 
-    def prefill_answer(self, stream: str | None = None) -> web.Response:
-        ticket = self.leases.grant(self.boot, stream) if self.lends else "null"
+    async def follow(self, seen: Seen, stream: tuple[str, str]) -> tuple[str, ...]:
+        """Wait for what a stream becomes; counters of causes if the prompt is computed."""
+        self.leases.followed.append(stream)
+        lent = self.leases.stream_of(*stream)
+        self.leases.readers[stream] += 1
+        if seen.has_one_token:
+            return ()
+        if stream[0] not in self.leases.boots:
+            return GONE, UNREACHABLE
+        try:
+            async with asyncio.timeout(self.parks_s):
+                lease = await asyncio.shield(lent)
+        except TimeoutError:
+            return GONE, UNKNOWN
+        return (GONE, ABORTED) if lease is None else self._why_not_pulled(seen, lease)
+
+    def _why_not_pulled(self, seen: Seen, lease: str | None) -> tuple[str, ...]:
+        """Counters of causes; none if the prompt is pulled."""
+        if self.pull_fails is not None:
+            return (self.pull_fails,)
+        known = self.leases.prompts.get(lease or "")
+        if known not in (None, seen.prompt):
+            return (MISTAKEN,)
+        if lease in self.leases.held:
+            return ()
+        return (UNKNOWN if known is None else USED,)
+
+    def prefill_answer(self, seen: Seen | None = None) -> web.Response:
+        """The ticket of a new lease; without ``seen`` it is for any prompt."""
+        asked = () if seen is None else (seen.ours.get("stream"), seen.prompt)
+        ticket = self.leases.grant(self.boot, *asked) if self.lends else "null"
         usage = "" if self.usage is None else f'"usage": {json.dumps(self.usage)}, '
         if self.cached_tokens is not None:
             details = json.dumps({"cached_tokens": self.cached_tokens})

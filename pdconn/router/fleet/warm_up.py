@@ -224,8 +224,14 @@ class FleetWarmUp:
         ticket = find_ticket(await self._post(pair.prefill, lend, salt))
         if ticket is None:
             raise TakesNoPart(f"{pair.prefill} returns no ticket")
-        await self._post(pair.decode, {**fields, "max_tokens": 2, TICKET_FIELD: ticket}, salt)
-        grown = await self._counted(pair.decode, before, fields, salt)
+        try:
+            await self._post(pair.decode, {**fields, "max_tokens": 2, TICKET_FIELD: ticket}, salt)
+        except NotYet:
+            # With "kv_load_failure_policy": "fail" it is the pull that has failed.
+            if not (grown := (await self._pulls(pair.decode)).since(before)).failed:
+                raise
+        else:
+            grown = await self._counted(pair.decode, before, fields, salt)
         if grown.failed:
             why = grown.why or "its log says why"
             raise NotPulled(f"{grown.failed} of {grown.tried} pulls failed ({why}); {grown.remedy}")

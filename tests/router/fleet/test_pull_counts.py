@@ -80,7 +80,7 @@ async def test_pulls_that_fail_are_in_the_log_and_on_the_page_though_every_answe
     async with deployment() as d:
         poller = d.proxy.router.loads
         await poller.poll_now()
-        d.decode[0].pull_fails = fails
+        d.decode[0].pull_fails, d.decode[0].policy = fails, "recompute"
         for _ in range(3):
             assert (await d.complete()).status == 200
         assert d.metric("handed_over_requests_total") == 3, "that is all the router itself knows"

@@ -92,14 +92,15 @@ async def test_each_engine_is_warm_before_any_comes_again() -> None:
 UNVERIFIED = "pdconn:pulls_unverified_total"
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
 @in_loop
 async def test_a_pair_whose_pulls_fail_is_not_warm_and_the_cause_is_logged(
-    caplog: pytest.LogCaptureFixture,
+    policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decode answers all the same: it computes the prompt, and "handed over" was 100 %."""
+    """Decode computes the prompt and answers all the same, or it answers 500, as by default."""
     caplog.set_level("WARNING")
     async with fleet(1, 2, limit_s=0.01) as f:
-        f.decode[0].pull_fails = UNVERIFIED
+        f.decode[0].pull_fails, f.decode[0].policy = UNVERIFIED, policy
         await f.warm_up.wait_until_warm()
         await until(lambda: f.warm_up.num_warm == 1)  # the other pair
         await until(lambda: len(asked(f.decode[0])) > 2)  # it is tried again
@@ -151,7 +152,11 @@ async def test_a_decode_that_computes_without_a_try_is_not_warm(
     """One whose connector takes no ticket, as with kv_role kv_producer on both."""
     monkeypatch.setattr(warm_up, "COUNTED_S", 0.05)
     async with fleet(1, 1, limit_s=0.01) as f:
-        monkeypatch.setattr(FakeEngine, "pull", lambda engine, seen, lease: None)
+
+        async def take_no_ticket(engine: FakeEngine, seen: Seen) -> bool:
+            return True
+
+        monkeypatch.setattr(FakeEngine, "pull", take_no_ticket)
         await f.warm_up.wait_until_warm()
         await until(lambda: "it computed the prompt itself" in caplog.text)
         assert f.warm_up.num_warm == 0

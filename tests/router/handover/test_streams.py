@@ -226,7 +226,7 @@ async def test_decode_waits_while_prefill_has_more_than_a_chunk_before(chunk):
     async with streaming(stream_chunk=chunk) as d:
         await teach(d)
         first = await ask_early(d, prompt=list(range(40)))
-        second = asyncio.create_task(d.complete(prompt=[1]))
+        second = asyncio.create_task(d.complete(prompt=[1, 2]))
         await until(lambda: len(d.prefill[0].seen) == 2)
         await asyncio.sleep(0.05)
         assert len(d.leases.followed) == (1 if chunk == 0 else 2)
@@ -240,7 +240,7 @@ async def test_decode_waits_while_prefill_has_more_than_a_chunk_before(chunk):
 @in_loop
 async def test_its_turn_comes_when_the_one_before_has_ended():
     async def ends_first(engine: FakeEngine, seen: Seen, http: web.Request) -> Any:
-        if seen.body["prompt"] == [1]:
+        if seen.body["prompt"] == [1, 2]:
             await last.wait()
         else:
             await first.wait()
@@ -250,7 +250,7 @@ async def test_its_turn_comes_when_the_one_before_has_ended():
     async with streaming(stream_chunk=0) as d:
         await teach(d)
         d.prefill[0].script = ends_first
-        asking = [asyncio.create_task(d.complete(prompt=p)) for p in (list(range(40)), [1])]
+        asking = [asyncio.create_task(d.complete(prompt=p)) for p in (list(range(40)), [1, 2])]
         await until(lambda: len(d.prefill[0].seen) == 2)
         assert len(d.leases.followed) <= 1
         first.set()
@@ -264,7 +264,7 @@ async def test_its_turn_comes_when_the_one_before_has_ended():
 @in_loop
 async def test_one_whose_turn_does_not_come_is_handed_over_as_usual():
     async def second_first(engine: FakeEngine, seen: Seen, http: web.Request) -> Any:
-        if seen.body["prompt"] != [1]:
+        if seen.body["prompt"] != [1, 2]:
             await last.wait()
         return await engine.answer(seen, http)
 
@@ -274,7 +274,7 @@ async def test_one_whose_turn_does_not_come_is_handed_over_as_usual():
         d.prefill[0].script = second_first
         slow = asyncio.create_task(d.complete(prompt=list(range(40))))
         await until(lambda: d.prefill[0].seen)
-        assert (await d.complete(prompt=[1])).body == ANSWER
+        assert (await d.complete(prompt=[1, 2])).body == ANSWER
         assert starts(d)[EarlyStart.QUEUED] == 1
         last.set()
         assert (await slow).body == ANSWER
