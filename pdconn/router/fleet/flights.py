@@ -1,7 +1,8 @@
 """What this router has in flight at each engine: requests, and prompt tokens to compute.
 
 Engines compute prompts in the order in which they were sent, so a request's turn has come when
-those before it have little left to compute.
+those before it have little left to compute.  Each data-parallel rank computes its own: of a request
+that names one, those at other ranks are not before it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ class Flight:
         if tracker is not None:
             tracker.end_flight(self)
 
+    def is_before(self, other: Flight) -> bool:
+        """Whether the engine may compute this one's prompt before that of ``other``.
+
+        A request that names no rank may be at any.
+        """
+        share_rank = None in (self.rank, other.rank) or self.rank == other.rank
+        return self.engine == other.engine and self.number < other.number and share_rank
+
     def when_ahead(self, most_tokens: int, act: Callable[[], object]) -> None:
         """Call ``act`` once the requests before this one have at most ``most_tokens`` to compute.
 
@@ -60,7 +69,7 @@ class InflightTracker:
         self._ranks: Counter[tuple[str, int]] = Counter()
         self._numbers = itertools.count()
         # By engine and number, so in the order in which they were sent.
-        self._flights: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._flights: defaultdict[str, dict[int, Flight]] = defaultdict(dict)
         self._turns: dict[str, list[_Turn]] = {}
 
     def start_request(self, engine: str, num_tokens: int, rank: int | None = None) -> Flight:
@@ -72,7 +81,7 @@ class InflightTracker:
             rank: the data-parallel rank that the request names, if any.
         """
         flight = Flight(self, next(self._numbers), engine, num_tokens, rank)
-        self._flights[engine][flight.number] = num_tokens
+        self._flights[engine][flight.number] = flight
         self._count(flight, 1)
         return flight
 
@@ -88,8 +97,8 @@ class InflightTracker:
 
     def await_turn(self, flight: Flight, most_tokens: int, act: Callable[[], object]) -> None:
         """As :meth:`Flight.when_ahead`."""
-        flights = self._flights[flight.engine].items()
-        ahead = sum(tokens for number, tokens in flights if number < flight.number)
+        flights = self._flights[flight.engine].values()
+        ahead = sum(one.num_tokens for one in flights if one.is_before(flight))
         if ahead <= most_tokens:
             act()
         else:
@@ -102,7 +111,7 @@ class InflightTracker:
         for turn in turns:
             if turn.flight is ended:
                 continue
-            if turn.flight.number > ended.number:
+            if ended.is_before(turn.flight):
                 turn.tokens -= ended.num_tokens
             (ready if turn.tokens <= turn.most_tokens else waiting).append(turn)
         if waiting:

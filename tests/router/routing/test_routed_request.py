@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.router.events.caches import PrefixLookup, RankHit
-from pdconn.router.fleet.flights import InflightTracker
+from pdconn.router.fleet.flights import Flight, InflightTracker
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Hit, Prompt
 from pdconn.router.routing.decision_log import DecisionLog
@@ -105,22 +107,23 @@ def test_requests_are_in_flight_from_start_to_finish(steps):
     assert inflight._requests == inflight._tokens == inflight._flights == {}
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=8),
-    st.integers(0, 8),
-    st.randoms(use_true_random=False),
-)
-def test_a_turn_comes_once_those_before_have_little_to_compute(sizes, most, rng):
-    """Later requests do not delay it, and one that has ended has no turn."""
+RANKS = st.sampled_from([None, 0, 1])
+
+
+def check_turns(sent: list[tuple[int, int | None]], most: int, rng: random.Random) -> None:
+    """Requests of these sizes, to these ranks of one engine, have their turns in time."""
     inflight, turns = InflightTracker(), []
-    flights = [inflight.start_request("a", size) for size in sizes]
+    flights = [inflight.start_request("a", *one) for one in sent]
     other = inflight.start_request("b", 99)
     for number, flight in enumerate(flights):
         flight.when_ahead(most, partial(turns.append, number))
-    left = list(range(len(sizes)))
+    left = list(range(len(sent)))
     for number in rng.sample(left, len(left)):
         for one in left:
-            ahead = sum(sizes[before] for before in left if before < one)
+            rank = sent[one][1]
+            before = [sent[each] for each in left if each < one]
+            # An engine of ranks may have put a request that names none anywhere.
+            ahead = sum(size for size, at in before if rank is None or at in (None, rank))
             assert (one in turns) == (ahead <= most)
         had = number in turns
         flights[number].finish()
@@ -129,6 +132,24 @@ def test_a_turn_comes_once_those_before_have_little_to_compute(sizes, most, rng)
     assert len(set(turns)) == len(turns)
     other.finish()
     assert inflight._turns == inflight._flights == {}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), RANKS), min_size=1, max_size=8),
+    st.integers(0, 8),
+    st.randoms(use_true_random=False),
+)
+def test_a_turn_comes_once_those_before_have_little_to_compute(sent, most, rng):
+    """Later requests and those of other ranks do not delay it; one that has ended has no turn."""
+    check_turns(sent, most, rng)
+
+
+def test_it_is_noticed_if_other_ranks_delay_a_turn(monkeypatch):
+    """The control: all requests at an engine were counted."""
+    monkeypatch.setattr(Flight, "is_before", lambda self, other: self.number < other.number)
+    check_turns([(5, 0), (5, 0)], 2, random.Random(0))
+    with pytest.raises(AssertionError):
+        check_turns([(5, 0), (5, 1)], 2, random.Random(0))
 
 
 def test_prefill_is_held_to_the_rank_that_it_was_asked_for():
