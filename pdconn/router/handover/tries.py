@@ -36,7 +36,7 @@ from pdconn.router.openai.requests import kind_of
 from pdconn.router.router_errors import EngineFailure
 from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.policy import Candidate, Decision
-from pdconn.router.routing.request_events import Failed
+from pdconn.router.routing.request_events import Failed, StepKind
 from pdconn.router.routing.routed_request import RoutedRequest
 
 ELSEWHERE = frozenset({429, 500, 502, 503, 504})
@@ -165,25 +165,41 @@ class EngineTries:
         continues a response may have to try all of them: one engine keeps the response, and an
         engine that does not know it has not failed.
         """
-        found = self._all(role, decision, request)
-        return found if request.body.goes_on else self.bounded(found)
+        for candidate in self._all(role, decision, request):
+            # Decode may be asked anew, so those that it has been sent to before count as well.
+            asked = request.engines_asked(StepKind(role.value))
+            may_ask_others = self.most is None or len(asked) < self.most or request.body.goes_on
+            if may_ask_others or candidate.engine in asked:
+                yield candidate
 
     def _all(self, role: Role, decision: Decision, request: RoutedRequest) -> Iterator[Candidate]:
-        if role is Role.PREFILL and self.decodes_alone:  # decode is preferred to a resting engine
-            live = self.engines.awake(role, request.serving, time.monotonic())
-        else:
-            live = self.engines.live(role, request.serving)
         ranking = decision.ranking
         ordered = ranking.prefill if role is Role.PREFILL else ranking.decode
-        asked: set[str] = set()
-        for candidate in (*(one.candidate for one in ordered), *map(Candidate, live)):
-            engine = candidate.engine
-            if engine in asked or engine not in live or request.has_failed_at(engine, role):
-                continue
-            if request.num_broken(role) >= MOST_BROKEN:
+        ranked = tuple(one.candidate for one in ordered)
+        found: set[str] = set()
+        while request.num_broken(role) < MOST_BROKEN:
+            # Anew each time: a try may take seconds, in which engines go down and come up.
+            live = self._live(role, request)
+            candidate = next(
+                (
+                    one
+                    for one in (*ranked, *map(Candidate, live))
+                    if one.engine in live
+                    and one.engine not in found
+                    and not request.has_failed_at(one.engine, role)
+                ),
+                None,
+            )
+            if candidate is None:
                 return
-            asked.add(engine)
+            found.add(candidate.engine)
             yield candidate
+
+    def _live(self, role: Role, request: RoutedRequest) -> tuple[str, ...]:
+        """Engines that may be asked now."""
+        if role is Role.PREFILL and self.decodes_alone:  # decode is preferred to a resting engine
+            return self.engines.awake(role, request.serving, time.monotonic())
+        return self.engines.live(role, request.serving)
 
     def may_ask_again(self, request: RoutedRequest, candidate: Candidate) -> bool:
         """Whether a decode engine may get a request a second time: it is no third one to break."""

@@ -224,6 +224,11 @@ class RoutedRequest:
                 return event
         return None
 
+    def engines_asked(self, step: StepKind) -> set[str]:
+        """The engines of one role that have been asked; ``step``: prefill or decode."""
+        began = (event for event in self.events if type(event) is Began and event.step is step)
+        return {one.engine for one in began if one.engine is not None}
+
     def is_over(self, began: Began) -> bool:
         """Whether a step has ended."""
         return any(type(event) is Over and event.began is began for event in self.events)

@@ -11,11 +11,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pdconn.router.fleet.engine_client import ConnectFailed
+from pdconn.router.fleet.member import Role
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_server import Limits, running_proxy
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, CHUNKS, error, reset
+from tests.router.handover.handing import Handing
 
 # Where decode stays down its last tickets are waited for at each end.
 LIMITS = Limits(first_backoff_s=0.05, last_returns_s=0.2)
@@ -281,3 +284,30 @@ async def test_the_only_engine_of_a_role_is_found_up_soon(others):
         else:
             assert took_s < pause_s / 4
             assert (await d.complete()).status == 200
+
+
+# An engine that comes back
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_one_that_comes_up_while_another_is_tried_is_asked(role: Role, comes_back: bool) -> None:
+    """Connecting to a host that is gone takes 5 s: the other one may be well again by then."""
+    handing = Handing(2, 2, require_prefill=True)
+    try:
+        engines = {Role.PREFILL: handing.prefill, Role.DECODE: handing.decode}
+        gone, back = engines[role]
+        handing.engines.mark_down(back, "it was slow to answer")
+        handing.arrive(is_direct=False)
+        if role is Role.DECODE:
+            handing.respond(handing.client.open[0])
+        [ask] = handing.client.open
+        assert ask.engine == gone
+        if comes_back:
+            handing.engines.mark_up(back)
+        ask.fail(ConnectFailed("no connection within 5 s"))
+        handing.loop.settle()
+        asked = [one.engine for one in handing.client.asks if not one.is_return]
+        assert (back in asked) == comes_back
+    finally:
+        handing.close()

@@ -3,8 +3,9 @@
 The hand-over is real, and so is what it decides with; engines answer, fail and are gone as drawn,
 and time passes when it is drawn (:mod:`tests.router.handover.handing`)::
 
-    engines     prefill is asked once, decode once with each ticket and once without; a request that
-                breaks engines breaks two of a role; after its client has left none is asked
+    engines     prefill is asked once, decode once with each ticket and once without; after the
+                first engine of a role as many others as ``--retries`` says; a request that breaks
+                engines breaks two of a role; after its client has left none is asked
     tickets     one engine can have seen each; what no engine has seen is given back, and what
                 decode has finished with before it came
     streams     a request has one; decode follows it in its turn, and not when prefill has ended
@@ -66,6 +67,7 @@ class HandoverMachine(LawMachine):
         streams=st.sampled_from(["on", "on", "off"]),
         chunk=st.sampled_from([0, 8192]),
         most=st.sampled_from([1, 64]),
+        retries=st.sampled_from([None, None, 0, 1]),
     )
     def start(
         self,
@@ -77,8 +79,10 @@ class HandoverMachine(LawMachine):
         streams: str,
         chunk: int,
         most: int,
+        retries: int | None,
     ) -> None:
         options = {"streams": streams, "stream_chunk": chunk, "max_streams": most}
+        options["retries"] = self.retries = retries
         self.world = Handing(num_prefill, num_decode, require_prefill=require_prefill, **options)
         self.requires, self.chunk, self.most = require_prefill, chunk, most
         self.ended_s: dict[str, float] = {}
@@ -218,6 +222,10 @@ class HandoverMachine(LawMachine):
             of = Counter((ask.engine, self.world.named_by(ask)) for ask in decode)
             assert max(of.values(), default=0) <= 1, f"{name} asks decode again: {of}"
             for engines in (self.world.prefill, self.world.decode):
+                of_role = {ask.engine for ask in ours if ask.engine in engines}
+                if self.retries is not None:
+                    said = f"{name} is sent to {of_role} with {self.retries} retries"
+                    assert len(of_role) <= 1 + self.retries, said
                 broken = {ask.engine for ask in ours if ask.engine in engines and has_broken(ask)}
                 assert len(broken) <= MOST_BROKEN, f"{name} has broken {broken}"
             if self.requires and not client.request.body.direct:
