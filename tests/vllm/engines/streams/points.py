@@ -4,7 +4,7 @@ A point is a call of a function of the connector: before it, or after it.  A mor
 connector is in :mod:`tests.vllm.engines.streams.mortal`, looks at each such call whether its file
 names the point.  If so it renames the file, and kills its processes with SIGKILL::
 
-    test     arm_engine ──► file "opened sent" ──► killed_at: the file is gone, and so is the engine
+    test     arm_engine ──► file "opened sent" ──► is_killed: the file is gone, and so is the engine
     engine        Connection.send_frames ── sends Opened ── renames the file ── SIGKILL
 
 So the engine dies exactly there, and a point that is not reached leaves the file as it was.
@@ -204,10 +204,9 @@ def arm_engine(path: Path, point: KillPoint) -> None:
     new.rename(path)
 
 
-def killed_at(path: Path) -> float | None:
-    """When the engine reached its point, in seconds of ``time.time``; None if it has not."""
-    reached = _reached(path)
-    return reached.stat().st_mtime if reached.exists() else None
+def is_killed(path: Path) -> bool:
+    """Whether the engine has reached its point."""
+    return _reached(path).exists()
 
 
 def disarm_engine(path: Path) -> None:
@@ -245,7 +244,6 @@ def _watch(owner: type, name: str, points: Sequence[KillPoint], path: Path) -> N
                 continue
             counted[armed] += point.is_meant(args, returned)
             if counted[armed] == point.count:
-                os.utime(path)
                 path.rename(_reached(path))
                 os.killpg(os.getpgrp(), signal.SIGKILL)  # the server and its engine core
 

@@ -99,7 +99,7 @@ def test_clients_that_leave_cost_no_right_answer(engines: Chunked) -> None:
         with ThreadPoolExecutor(2 * len(some)) as pool:
             asked = []
             for number, prompt in enumerate(some):
-                # One that its client leaves before it enters prefill is waited for: see below.
+                # A request that is left before it enters prefill is waited for: see below.
                 left = [draw.uniform(0.05, 1.0), draw.uniform(0.01, 1.0)]
                 if number % 3 < 2:
                     left[number % 3] = 120.0
