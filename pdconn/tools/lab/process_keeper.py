@@ -182,10 +182,12 @@ def descendants(root: int) -> dict[int, str]:
         except OSError:
             continue  # ended since the listing
         head, _, tail = stat.rpartition(")")  # a name may hold spaces and brackets
-        state, parent = tail.split()[:2]
+        fields = tail.split()
+        state, parent, num_threads = fields[0], fields[1], int(fields[17])
         pid = int(entry.name)
         parents[pid] = int(parent)
-        if state not in "ZX":
+        # One whose first thread has ended is shown as a zombie while others hold its sockets open.
+        if state not in "ZX" or num_threads > 1:
             names[pid] = f"{head.partition('(')[2]} ({pid})"
     return {pid: name for pid, name in names.items() if _is_below(pid, root, parents)}
 

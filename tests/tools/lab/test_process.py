@@ -178,6 +178,23 @@ def test_descendants_are_all_generations_but_not_zombies() -> None:
         _wait_until(lambda: child.pid not in descendants(os.getpid()))
 
 
+def test_a_process_lives_while_any_of_its_threads_does() -> None:
+    """The kernel shows one whose first thread has ended as a zombie; its sockets are open."""
+    code = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("here", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    with subprocess.Popen(_python(code), stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        _wait_until(lambda: _state(child.pid) == "Z")
+        assert child.pid in descendants(os.getpid())
+        child.kill()
+        _wait_until(lambda: child.pid not in descendants(os.getpid()))
+
+
 def test_the_tail_of_a_log_may_hold_anything(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert tail(log) == ""
