@@ -18,7 +18,16 @@ from pdconn.tools.lab.lab_client import answer_of
 from pdconn.tools.lab.spec import SERVED_NAME
 from pdconn.tools.openai.completions import read_completion
 from tests.fakes.event_loop import in_loop
-from tests.router.handover.stream_scenarios import NUM_TOKENS, SCENARIOS, Act, Pair, asking, show
+from tests.router.handover.stream_scenarios import (
+    NUM_TOKENS,
+    SCENARIOS,
+    Act,
+    Pair,
+    asking,
+    prefill_is_never_asked,
+    prefill_s_client_leaves_before_its_body_has_arrived,
+    show,
+)
 from tests.vllm.engines.engines import Expected, PdPair
 
 FEW = pytest.mark.only(layout="BLHNC", prefix_caching=False)
@@ -46,15 +55,32 @@ async def vllm(pair: PdPair, expected: Expected) -> AsyncIterator[Pair]:
         yield Pair(session, *urls, SERVED_NAME, policy, PARK_S, is_right, forget, is_free)
 
 
+WAITING: tuple[Act, ...] = (
+    prefill_is_never_asked,
+    prefill_s_client_leaves_before_its_body_has_arrived,
+)
+"""Those in which decode waits for as long as a reader is parked."""
+
+
 async def check(scenario: Act, pair: PdPair, expected: Expected) -> None:
     async with vllm(pair, expected) as seen:
         await show(scenario, seen)
 
 
 @FEW
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each not in WAITING])
 @in_loop
 async def test_vllm_that_recomputes_shows_what_fakes_show(
+    scenario: Act, pair: PdPair, expected: Expected
+) -> None:
+    await check(scenario, pair, expected)
+
+
+@pytest.mark.matrix
+@FEW
+@pytest.mark.parametrize("scenario", WAITING)
+@in_loop
+async def test_vllm_that_recomputes_waits_as_long_as_fakes_do(
     scenario: Act, pair: PdPair, expected: Expected
 ) -> None:
     await check(scenario, pair, expected)
