@@ -46,7 +46,7 @@ from pdconn.router.routing.request_events import (
     RequestEnded,
     Streamed,
 )
-from pdconn.router.routing.routed_request import Outcome, RoutedRequest
+from pdconn.router.routing.routed_request import Outcome, RoutedRequest, first_byte_s
 
 _KINDS = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
@@ -173,7 +173,8 @@ class RouterMetrics:
                 if event.cached_tokens is not None and not event.has_borrowed:
                     self._reported(request.decision, event.engine, event.cached_tokens)
             case FirstByte(is_good=True):
-                self._families["decode_first_byte_seconds"].observe(request.outcome().first_byte_s)
+                waited_s = first_byte_s(request.events, event)
+                self._families["decode_first_byte_seconds"].observe(waited_s)
             case Streamed(start=start):
                 self._families["streams_total"].labels(start.value).inc()
             case Passed(is_served=True, status=status) if status < 400:

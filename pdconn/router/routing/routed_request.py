@@ -362,11 +362,6 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
     ended: RequestEnded | None = last.get(RequestEnded)
     reason = None if direct is None else direct.reason
     is_spent = reason is Direct.TICKET_SPENT
-    first_byte_s = None
-    if first_byte is not None:
-        # What decode waits for prefill is no part of the hand-over.
-        prefilled_s = _followed(events).get(first_byte.began, first_byte.began.at_s)
-        first_byte_s = 0.0 if prefilled_s is None else max(0.0, first_byte.at_s - prefilled_s)
     counted = None if ended is None else ended.prompt_tokens
     if prefilled is not None and counted is None:
         counted = prefilled.prompt_tokens
@@ -378,13 +373,20 @@ def outcome_of(events: Sequence[Event]) -> Outcome:
         cached_tokens=None if prefilled is None else prefilled.cached_tokens,
         ticket_s=None if prefilled is None or is_spent else prefilled.ticket_s,
         early_s=None if streamed is None or reason is not None else streamed.after_s,
-        first_byte_s=first_byte_s,
+        first_byte_s=None if first_byte is None else first_byte_s(events, first_byte),
         end=None if ended is None else ended.end,
         total_s=None if ended is None else ended.at_s - _arrived_s(events),
         pull=None if pulled is None else pulled.pull,
         prompt_tokens=counted,
         events=tuple(events),
     )
+
+
+def first_byte_s(events: Sequence[Event], first_byte: FirstByte) -> float:
+    """Seconds until decode's first byte, as in an :class:`Outcome`."""
+    # What decode waits for prefill is no part of the hand-over.
+    since_s = _followed(events).get(first_byte.began, first_byte.began.at_s)
+    return 0.0 if since_s is None else max(0.0, first_byte.at_s - since_s)
 
 
 def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:

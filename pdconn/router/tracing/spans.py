@@ -29,7 +29,7 @@ from pdconn.router.routing.request_events import (
     Over,
     StepKind,
 )
-from pdconn.router.routing.routed_request import RoutedRequest, said
+from pdconn.router.routing.routed_request import RoutedRequest, first_byte_s, said
 
 Value = str | int | float | bool
 
@@ -105,7 +105,7 @@ class RequestSpans:
                     without_lookup=decision.unknown,
                 )
             case FirstByte(began=began):
-                self._open[began].note(first_byte_seconds=request.outcome().first_byte_s)
+                self._open[began].note(first_byte_seconds=first_byte_s(request.events, event))
             case Over(began=began, error=error):
                 span = self._open.pop(began)
                 if error is not None:

@@ -55,11 +55,11 @@ async def vllm(pair: PdPair, expected: Expected) -> AsyncIterator[Pair]:
         yield Pair(session, *urls, SERVED_NAME, policy, PARK_S, is_right, forget, is_free)
 
 
-WAITING: tuple[Act, ...] = (
-    prefill_is_never_asked,
-    prefill_s_client_leaves_before_its_body_has_arrived,
-)
+WAITING = (prefill_is_never_asked, prefill_s_client_leaves_before_its_body_has_arrived)
 """Those in which decode waits for as long as a reader is parked."""
+EVERY = [
+    pytest.param(each, marks=[pytest.mark.matrix] if each in WAITING else []) for each in SCENARIOS
+]
 
 
 async def check(scenario: Act, pair: PdPair, expected: Expected) -> None:
@@ -68,19 +68,9 @@ async def check(scenario: Act, pair: PdPair, expected: Expected) -> None:
 
 
 @FEW
-@pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each not in WAITING])
+@pytest.mark.parametrize("scenario", EVERY)
 @in_loop
 async def test_vllm_that_recomputes_shows_what_fakes_show(
-    scenario: Act, pair: PdPair, expected: Expected
-) -> None:
-    await check(scenario, pair, expected)
-
-
-@pytest.mark.matrix
-@FEW
-@pytest.mark.parametrize("scenario", WAITING)
-@in_loop
-async def test_vllm_that_recomputes_waits_as_long_as_fakes_do(
     scenario: Act, pair: PdPair, expected: Expected
 ) -> None:
     await check(scenario, pair, expected)
