@@ -9,7 +9,8 @@
      │ │              │                 │               DRAINING ──fetched──┐   │          reported
      │ │              │                 │                                   ▼   ▼             │
      │ └────left──────┴─────────────────┴─────────────────────────────────► OVER ◄────────────┤
-     └──awaited──► FAILING ──reported─────────────────────────────────────────────────────────┘
+     └──awaited──► FAILING ──reported─────────────────────────────────────────────────────────┤
+                                    FETCHING, FETCHED ──joined──► BESIDE ──ended──────────────┘
 
 *Asked*: the engine asks which tokens it need not compute; the rows of the prompt are looked up.
 *Placed*: there is room for them in the ranks' staging areas; ranks read and verify them there.
@@ -17,6 +18,10 @@
 eviction nor damage can fail a request.  *Taken*: the request has blocks for what was promised.
 *Left*: the request is computed, or looked up anew by another load: too little was found, rows
 were missing or damaged, it waited too long, the cache was reset, or it has left the engine.
+
+*Joined*: the request pulls the rest of its prompt from a lender, which has all of it.  So its rows
+are of full attention alone, and nothing of them is promised: ranks may still be reading.  Each
+loads what it can of them BESIDE its pull, which reads the rest, and says when that has *ended*.
 
 A read cannot be cancelled, so a load that is left while ranks read is DRAINING, and keeps its room
 until they have answered.  *Awaited*: what a load has promised is gone when there are blocks, as
@@ -50,6 +55,7 @@ class LoadState(StrEnum):
     FETCHING = "fetching"
     FETCHED = "fetched"
     LOADING = "loading"
+    BESIDE = "beside"
     DRAINING = "draining"
     FAILING = "failing"
     OVER = "over"
@@ -67,7 +73,10 @@ TRANSITIONS: dict[tuple[LoadState, str], LoadState] = {
     (LoadState.FETCHING, "left"): LoadState.DRAINING,
     (LoadState.FETCHED, "taken"): LoadState.LOADING,
     (LoadState.FETCHED, "left"): LoadState.OVER,
+    (LoadState.FETCHING, "joined"): LoadState.BESIDE,
+    (LoadState.FETCHED, "joined"): LoadState.BESIDE,
     (LoadState.DRAINING, "fetched"): LoadState.OVER,
+    (LoadState.BESIDE, "ended"): LoadState.OVER,
     (LoadState.LOADING, "reported"): LoadState.OVER,
     (LoadState.FAILING, "reported"): LoadState.OVER,
 }
@@ -98,6 +107,13 @@ class CopyRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadBeside:
+    """Copy what can be had of the rows of these tokens to the request's blocks, beside its pull."""
+
+    tokens: range
+
+
+@dataclass(frozen=True, slots=True)
 class FailRequest:
     """Report the request as failed."""
 
@@ -115,7 +131,9 @@ class DistrustRows(Generic[Row]):
     damaged: frozenset[Row]
 
 
-Effect = DropRows | FreeRoom | CopyRows | FailRequest | AnsweredInTime | DistrustRows[Row]
+Effect = (
+    DropRows | FreeRoom | CopyRows | LoadBeside | FailRequest | AnsweredInTime | DistrustRows[Row]
+)
 
 
 class StoreLoad(Generic[Row]):
@@ -127,18 +145,20 @@ class StoreLoad(Generic[Row]):
         rows: the rows that the look-up found.
         boundary: tokens of the prompt up to which ``rows`` reach.
         held: tokens that the engine held when they were looked up; ``rows`` begin there.
+        is_beside: whether ``rows`` are of full attention alone, for a request that pulls the rest.
     """
 
     __slots__ = (
-        "_damaged", "_left", "_local", "_missing", "_since",
-        "boundary", "held", "number", "rows", "state",
+        "_damaged", "_left", "_left_beside", "_local", "_missing", "_num_ranks", "_since",
+        "boundary", "held", "is_beside", "number", "rows", "state",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.state = LoadState.NEW
         self.number = self.boundary = self.held = 0
         self.rows: tuple[Row, ...] = ()
-        self._left = 0
+        self.is_beside = False
+        self._left = self._num_ranks = self._left_beside = 0
         self._local: int | None = None
         self._missing: set[Row] = set()
         self._damaged: set[Row] = set()
@@ -168,15 +188,19 @@ class StoreLoad(Generic[Row]):
         self._enter("asked")
         self._since = now
 
-    def found(self, boundary: int, held: int, rows: tuple[Row, ...]) -> None:
+    def found(
+        self, boundary: int, held: int, rows: tuple[Row, ...], *, is_beside: bool = False
+    ) -> None:
         """Note the look-up's ``rows``, which reach from ``held`` tokens to ``boundary``."""
         if self._enter("found"):
             self.boundary, self.held, self.rows = boundary, held, rows
+            self.is_beside = is_beside
 
     def place(self, number: int, num_ranks: int, now: float) -> None:
         """Note that there is room, into which ``num_ranks`` ranks fetch the rows."""
         if self._enter("placed"):
             self.number, self._left, self._since = number, num_ranks, now
+            self._num_ranks = num_ranks
 
     def answered(self, missing: Iterable[Row], damaged: Iterable[Row]) -> list[Effect[Row]]:
         """Note that a rank has read and verified its share, or could not."""
@@ -186,7 +210,7 @@ class StoreLoad(Generic[Row]):
         if self._left:
             return []
         effects: list[Effect[Row]] = []
-        if self.state is LoadState.FETCHING:
+        if self.state in (LoadState.FETCHING, LoadState.BESIDE):
             effects.append(AnsweredInTime())
         if self._missing or self._damaged:
             missing_only = frozenset(self._missing - self._damaged)
@@ -201,7 +225,7 @@ class StoreLoad(Generic[Row]):
         None if it loads nothing: rows are missing or damaged, or the engine has lost blocks that
         it held when they were looked up.
         """
-        if self.state is not LoadState.FETCHED:
+        if self.state is not LoadState.FETCHED or self.is_beside:
             return None
         if self._missing or self._damaged or num_local < self.held:
             return None
@@ -224,6 +248,37 @@ class StoreLoad(Generic[Row]):
         # 3. It gets what was offered.
         assert self._local is not None
         return [CopyRows(range(self._local, self.boundary))]
+
+    def offers_beside(self, num_local: int) -> bool:
+        """Whether it can load tokens beside a pull, behind ``num_local`` that the engine holds."""
+        is_under_way = self.state in (LoadState.FETCHING, LoadState.FETCHED)
+        return is_under_way and self.is_beside and self.held <= num_local < self.boundary
+
+    def join_pull(self, num_local: int, now: float) -> list[Effect[Row]]:
+        """Load what it can beside the request's pull, which has blocks now.
+
+        Returns:
+            :class:`LoadBeside`, if it offers something; else it is left.
+        """
+        if not self.offers_beside(num_local):
+            return self.leave()
+        self._enter("joined")
+        self._left_beside, self._since = self._num_ranks, now
+        return [LoadBeside(range(num_local, self.boundary))]
+
+    def ended_beside(self) -> list[Effect[Row]]:
+        """Note that a rank has loaded what it could beside its pull, and reads no more rows."""
+        if self.state is not LoadState.BESIDE:
+            return []
+        self._left_beside -= 1
+        if self._left_beside:
+            return []
+        self._enter("ended")
+        return [FreeRoom()]
+
+    def give_up_beside(self) -> list[Effect[Row]]:
+        """The pull has waited long enough: have ranks load what they have read."""
+        return [DropRows()] if self.state is LoadState.BESIDE else []
 
     def fail_request(self) -> list[Effect[Row]]:
         """Fail the request: the engine waits for what another load has promised and is gone."""

@@ -24,6 +24,7 @@ from pdconn.lifecycle.load import (
     Effect,
     FailRequest,
     FreeRoom,
+    LoadBeside,
     LoadState,
     StoreLoad,
 )
@@ -108,6 +109,44 @@ def test_what_was_promised_and_is_gone_is_reported_failed() -> None:
     assert failing.state is LoadState.OVER
 
 
+def beside(num_ranks: int = RANKS) -> StoreLoad[str]:
+    load = StoreLoad[str]()
+    load.begin_lookup(0.0)
+    load.found(BOUNDARY, HELD, ROWS, is_beside=True)
+    load.place(7, num_ranks, 0.0)
+    return load
+
+
+def test_rows_of_full_attention_alone_are_not_offered_as_a_prompt() -> None:
+    load = beside(1)
+    load.answered((), ())
+    assert load.offer(HELD) is None
+    assert load.take_blocks(BOUNDARY - HELD) == [DropRows(), FreeRoom()]
+
+
+def test_a_load_joins_a_pull_while_ranks_read_and_ends_once_all_have_ended() -> None:
+    load = beside()
+    assert load.join_pull(HELD + 16, 2.0) == [LoadBeside(range(HELD + 16, BOUNDARY))]
+    assert load.seconds_waited(5.0) == 3.0, "since the pull waits for it"
+    assert load.leave() == [], "it ends by itself"
+    load.answered(("a",), ())
+    assert load.answered((), ("b",)) == [
+        AnsweredInTime(), DistrustRows(frozenset("a"), frozenset("b"))
+    ]  # fmt: skip
+    assert load.give_up_beside() == [DropRows()]
+    assert load.ended_beside() == []
+    assert load.ended_beside() == [FreeRoom()]
+    assert (load.state, load.ended_beside()) == (LoadState.OVER, [])
+
+
+@pytest.mark.parametrize("num_local", [HELD - 1, BOUNDARY])
+def test_a_load_that_has_nothing_for_a_pull_is_left(num_local: int) -> None:
+    """Behind what the engine has lost its rows do not begin; with more they are of no use."""
+    load = beside(1)
+    load.answered((), ())
+    assert load.join_pull(num_local, 0.0) == [DropRows(), FreeRoom()]
+
+
 def test_each_step_has_its_own_patience() -> None:
     load = StoreLoad[str]()
     load.begin_lookup(1.0)
@@ -152,6 +191,23 @@ class ForgetsItsRoom(StoreLoad[str]):
         return []
 
 
+class OffersHalves(StoreLoad[str]):
+    """Takes rows of full attention alone for all of a prompt."""
+
+    def found(
+        self, boundary: int, held: int, rows: tuple[str, ...], *, is_beside: bool = False
+    ) -> None:
+        super().found(boundary, held, rows)
+
+
+class EndsWithTheFirst(StoreLoad[str]):
+    """Frees its room once one rank has loaded what it could."""
+
+    def ended_beside(self) -> list[Effect[str]]:
+        self._left_beside = 1
+        return super().ended_beside()
+
+
 @dataclass
 class Room:
     """The world of one load: its room, ranks that read, and what was promised to the engine."""
@@ -159,6 +215,8 @@ class Room:
     left: int = 0
     is_taken: bool = False
     is_spoiled: bool = False
+    is_beside: bool = False
+    joined: int = 0
     offered: int | None = None
     copies: list[range] = field(default_factory=list)
 
@@ -177,36 +235,51 @@ class LoadMachine(RuleBasedStateMachine):
             if isinstance(effect, FreeRoom):
                 assert world.is_taken, "freed twice, or without room"
                 assert not world.left, "freed while a rank reads into it"
+                assert not world.joined, "freed while a rank copies from it"
                 world.is_taken = False
             elif isinstance(effect, CopyRows):
                 assert not world.is_spoiled, "rows that were not verified"
+                assert not world.is_beside, "windows and states are missing"
                 assert world.offered == len(effect.tokens), "what was not promised"
                 assert effect.tokens.stop == BOUNDARY
                 world.copies.append(effect.tokens)
+            elif isinstance(effect, LoadBeside):
+                assert world.is_beside, "for a request without a pull"
+                assert HELD <= effect.tokens.start < effect.tokens.stop == BOUNDARY
+                world.copies.append(effect.tokens)
+                world.joined = RANKS
 
     @precondition(lambda self: not self.load.is_over)
-    @rule(steps=st.integers(1, 8), missing=st.sampled_from([(), (), ("a",)]))
-    def go_on(self, steps: int, missing: tuple[str, ...]) -> None:
-        """What comes next where nothing comes between."""
+    @rule(
+        steps=st.integers(1, 8), missing=st.sampled_from([(), (), ("a",)]), is_pulled=st.booleans()
+    )
+    def go_on(self, steps: int, missing: tuple[str, ...], is_pulled: bool) -> None:
+        """What comes next where nothing comes between; a pull may be lost on the way."""
         for _ in range(steps):
-            self.step(missing)
+            self.step(missing, is_pulled)
 
-    def step(self, missing: tuple[str, ...]) -> None:
+    def step(self, missing: tuple[str, ...], is_pulled: bool) -> None:
         match self.load.state:
             case LoadState.NEW:
                 self.ask()
             case LoadState.LOOKING:
-                self.found()
+                self.found(is_pulled)
             case LoadState.FOUND:
                 self.place()
             case LoadState.FETCHING:
                 self.answer(missing, ())
+            case LoadState.FETCHED if is_pulled and self.world.offered is None:
+                self.join(HELD)
             case LoadState.FETCHED if self.world.offered is None:
                 self.offer(HELD)
             case LoadState.FETCHED:
                 self.take(0, as_offered=True)
             case LoadState.LOADING:
                 self.report()
+            case LoadState.BESIDE if self.world.left:
+                self.answer(missing, ())
+            case LoadState.BESIDE:
+                self.end_beside()
 
     @precondition(lambda self: self.load.state is LoadState.NEW)
     @rule()
@@ -214,9 +287,10 @@ class LoadMachine(RuleBasedStateMachine):
         self.load.begin_lookup(0.0)
 
     @precondition(lambda self: self.load.state is LoadState.LOOKING)
-    @rule()
-    def found(self) -> None:
-        self.load.found(BOUNDARY, HELD, ROWS)
+    @rule(is_beside=st.booleans())
+    def found(self, is_beside: bool) -> None:
+        self.load.found(BOUNDARY, HELD, ROWS, is_beside=is_beside)
+        self.world.is_beside = is_beside
 
     @precondition(lambda self: self.load.state is LoadState.FOUND)
     @rule()
@@ -245,6 +319,22 @@ class LoadMachine(RuleBasedStateMachine):
         offered = self.world.offered or 0
         self.perform(self.load.take_blocks(max(0, offered) if as_offered else num_external))
 
+    @precondition(lambda self: self.world.is_taken)
+    @rule(num_local=st.integers(0, BOUNDARY + 8))
+    def join(self, num_local: int) -> None:
+        self.perform(self.load.join_pull(num_local, 0.0))
+
+    @precondition(lambda self: self.world.joined and not self.world.left)
+    @rule()
+    def end_beside(self) -> None:
+        """A rank has ended; it has answered before."""
+        self.world.joined -= 1
+        self.perform(self.load.ended_beside())
+
+    @rule()
+    def give_up(self) -> None:
+        self.perform(self.load.give_up_beside())
+
     @precondition(lambda self: not self.load.is_over)
     @rule()
     def leave(self) -> None:
@@ -269,6 +359,8 @@ class LoadMachine(RuleBasedStateMachine):
         while self.world.left:
             self.world.left -= 1
             self.perform(self.load.answered((), ()))
+        while self.world.joined:
+            self.end_beside()
         self.perform(self.load.reported())
         assert self.load.is_over
         assert not self.world.is_taken, "room of no load"
@@ -279,7 +371,13 @@ def test_a_load_brings_what_was_promised_and_verified_and_leaves_nothing() -> No
     holds(LoadMachine, examples=100, steps=16)
 
 
-@pytest.mark.parametrize("broken", [FreesWhileRead, OffersDamaged, TakesAnything, ForgetsItsRoom])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        FreesWhileRead, OffersDamaged, TakesAnything, ForgetsItsRoom, OffersHalves,
+        EndsWithTheFirst,
+    ],
+)  # fmt: skip
 def test_those_laws_notice_a_machine_that_breaks_them(broken: type[StoreLoad[str]]) -> None:
     class BrokenMachine(LoadMachine):
         def __init__(self) -> None:
