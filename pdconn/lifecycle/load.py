@@ -141,7 +141,7 @@ class StoreLoad(Generic[Row]):
 
     Attributes:
         state: one of :class:`LoadState`.
-        number: identifies its room, once it is placed.
+        number: identifies its room, once it is placed; ``placed_at``: since when.
         rows: the rows that the look-up found.
         boundary: tokens of the prompt up to which ``rows`` reach.
         held: tokens that the engine held when they were looked up; ``rows`` begin there.
@@ -150,7 +150,7 @@ class StoreLoad(Generic[Row]):
 
     __slots__ = (
         "_damaged", "_left", "_left_beside", "_local", "_missing", "_num_ranks", "_since",
-        "boundary", "held", "is_beside", "number", "rows", "state",
+        "boundary", "held", "is_beside", "number", "placed_at", "rows", "state",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class StoreLoad(Generic[Row]):
         self._local: int | None = None
         self._missing: set[Row] = set()
         self._damaged: set[Row] = set()
-        self._since = 0.0
+        self._since = self.placed_at = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -200,7 +200,7 @@ class StoreLoad(Generic[Row]):
         """Note that there is room, into which ``num_ranks`` ranks fetch the rows."""
         if self._enter("placed"):
             self.number, self._left, self._since = number, num_ranks, now
-            self._num_ranks = num_ranks
+            self._num_ranks, self.placed_at = num_ranks, now
 
     def answered(self, missing: Iterable[Row], damaged: Iterable[Row]) -> list[Effect[Row]]:
         """Note that a rank has read and verified its share, or could not."""

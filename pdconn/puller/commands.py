@@ -37,10 +37,28 @@ class ClaimTicket:
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """Read ``need`` into the request's blocks, then report it."""
+    """Read ``need`` into the request's blocks, then report it.
+
+    Attributes:
+        beside: what a store loads of the same blocks meanwhile; None without one.  Nothing is
+            reported before :class:`EndBeside`, since until then the store may write.
+    """
 
     request: str
     need: Need
+    beside: Need | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndBeside:
+    """The store has ended: ``loaded``, a part of ``beside``, is there, and the rest must be read.
+
+    Attributes:
+        loaded: from the beginning of what each group lacks; of no group if nothing was loaded.
+    """
+
+    request: str
+    loaded: Need
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +90,7 @@ class CompareAnew:
     traits: dict[str, str]
 
 
-Command = ClaimTicket | ReadBlocks | FailPull | CancelPull | AbandonPull | CompareAnew
+Command = ClaimTicket | ReadBlocks | EndBeside | FailPull | CancelPull | AbandonPull | CompareAnew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

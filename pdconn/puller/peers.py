@@ -217,6 +217,11 @@ class PeerPull(ABC):
     reading: int = 0
     alarm: float | None = None
 
+    @property
+    def is_written(self) -> bool:
+        """Whether something can write to its blocks."""
+        return self.reading > 0
+
     @abstractmethod
     def make_plan(self, clock: Callable[[], float]) -> None:
         """Plan the reads; what is wrong with them is kept instead."""

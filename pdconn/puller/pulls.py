@@ -31,7 +31,8 @@ from pdconn.lifecycle.pull import (
     PullState,
     ToLender,
 )
-from pdconn.planning.plan import NO_GAPS
+from pdconn.planning.plan import NO_GAPS, Plan
+from pdconn.planning.planning_errors import PlanningError
 from pdconn.protocol import messages
 from pdconn.protocol.errors import ProtocolError, TicketError
 from pdconn.protocol.messages import Checksum, PullReply
@@ -41,6 +42,7 @@ from pdconn.puller.commands import (
     ClaimTicket,
     Command,
     CompareAnew,
+    EndBeside,
     FailedPull,
     FailPull,
     ReadBlocks,
@@ -63,7 +65,7 @@ from pdconn.puller.reads import Connected, Job, JobResult, Read, ReadSettled, Su
 from pdconn.puller.request_pull import RequestPull
 from pdconn.puller.verification import CannotVerify, Verifier, Verify
 from pdconn.puller.warmup import PagePull, PeerWarmup, WarmUp
-from transport import PeerLost, PeerUnknown
+from transport import PeerLost, PeerUnknown, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,8 @@ class Pulls:
         self._patience = patience
         self._clock = clock
         self._entries: dict[str, RequestPull] = {}
+        # Requests whose blocks a store may write to, and their failure if it is to be reported.
+        self._beside: dict[str, FailedPull | None] = {}
         self._by_pull: dict[str, PeerPull] = {}
         self._alarms: PullAlarms[PeerPull] = PullAlarms(self._by_pull)
         self.unplanned: deque[RequestPull] = deque()
@@ -119,7 +123,7 @@ class Pulls:
     @property
     def num_open(self) -> int:
         """Entries of the tables of pulls; 0 when all is quiet."""
-        return len(self._entries) + len(self._by_pull)
+        return len(self._entries) + len(self._by_pull) + len(self._beside)
 
     def apply_command(self, command: Command) -> None:
         """Do what the engine asks for."""
@@ -127,6 +131,8 @@ class Pulls:
             self._claim(command)
         elif isinstance(command, ReadBlocks):
             self._start_read(command)
+        elif isinstance(command, EndBeside):
+            self._end_beside(command)
         elif isinstance(command, FailPull):
             self._report_failed(command.request, command.reason)
         elif isinstance(command, AbandonPull):
@@ -165,12 +171,31 @@ class Pulls:
 
     def _start_read(self, command: ReadBlocks) -> None:
         entry, now = self._entries.get(command.request), self._clock()
+        if command.beside is not None:
+            self._beside[command.request] = None
         if entry is None:
             self._report_failed(command.request, "nothing is claimed for this request")
             return
         entry.need, entry.measured.asked = command.need, now
+        entry.beside = command.beside
         self.unplanned.append(entry)
         self._perform(entry, entry.machine.want(now))
+
+    def _end_beside(self, command: EndBeside) -> None:
+        """The store writes to the request's blocks no more: read what it has not loaded."""
+        withheld = self._beside.pop(command.request, None)
+        if withheld is not None:
+            self.reports.append(withheld)
+        entry = self._entries.get(command.request)
+        if entry is None or entry.beside is None:
+            return
+        entry.end_beside(command.loaded)
+        effects: list[Effect] = []
+        if entry.machine.state is PullState.READING:
+            effects = self._read_missing(entry)
+        if not (effects or entry.is_written):
+            effects = entry.machine.settled(self._clock())
+        self._perform(entry, effects)
 
     def _cancel(self, request: str) -> None:
         if (entry := self._entries.get(request)) is not None:
@@ -325,7 +350,7 @@ class Pulls:
                 peer.rates.learn_read(*entry.measured.take_run(result.at))
         if error is not None:  # nothing more is read for it
             entry.machine.fail(f"{type(error).__name__}: {error}", self._clock())
-        effects = [] if entry.reading else entry.machine.settled(result.at)
+        effects = [] if entry.is_written else entry.machine.settled(result.at)
         self._perform(entry, effects)
         if isinstance(error, PeerLost | PeerUnknown):
             if entry.is_requested:
@@ -357,7 +382,7 @@ class Pulls:
     def _settled_idle(self, entry: PeerPull) -> list[Effect]:
         """Settle a pull that has failed while it waited for announcements, with no read posted."""
         is_over = entry.machine.state in (PullState.DRAINING, PullState.QUARANTINED)
-        if not is_over or entry.reading:
+        if not is_over or entry.is_written:
             return []
         return entry.machine.settled(self._clock())
 
@@ -382,7 +407,12 @@ class Pulls:
 
     def _report_failed(self, request: str, reason: str, quarantined: bool = False) -> None:
         log.warning("pdconn: pull of %s failed: %s", request, reason)
-        self.reports.append(FailedPull(request, reason, quarantined))
+        failed = FailedPull(request, reason, quarantined)
+        # Its blocks are free once it is reported, unless they are quarantined.
+        if request in self._beside and not quarantined:
+            self._beside[request] = failed
+        else:
+            self.reports.append(failed)
 
     def _read(self, entry: PeerPull) -> list[Effect]:
         if entry.plan is None:
@@ -391,14 +421,29 @@ class Pulls:
         if isinstance(plan, str):
             return entry.machine.fail(plan, self._clock())
         if plan is not None:
-            if isinstance(entry, RequestPull) and not entry.reading:
-                entry.measured.begin_run(self._clock())
-            entry.reading += len(plan.reads)
-            for rank, spans in plan.reads:
-                gaps, entry.gaps = entry.gaps, NO_GAPS  # the first read fills them
-                self._post(Read(entry, entry.peer.ranks[rank], spans, gaps))
+            self._post_reads(entry, plan)
+        if isinstance(entry, RequestPull) and (effects := self._read_missing(entry)):
+            return effects
         # Without a read in flight it is settled.
-        return [] if entry.reading else entry.machine.settled(self._clock())
+        return [] if entry.is_written else entry.machine.settled(self._clock())
+
+    def _read_missing(self, entry: RequestPull) -> list[Effect]:
+        """Read what a store has not loaded."""
+        try:
+            plan = entry.take_missing_plan()
+        except (PlanningError, TransportError) as error:
+            return entry.machine.fail(f"{type(error).__name__}: {error}", self._clock())
+        if plan is not None:
+            self._post_reads(entry, plan)
+        return []
+
+    def _post_reads(self, entry: PeerPull, plan: Plan) -> None:
+        if isinstance(entry, RequestPull) and not entry.reading:
+            entry.measured.begin_run(self._clock())
+        entry.reading += len(plan.reads)
+        for rank, spans in plan.reads:
+            gaps, entry.gaps = entry.gaps, NO_GAPS  # the first read fills them
+            self._post(Read(entry, entry.peer.ranks[rank], spans, gaps))
 
     def _verify(self, entry: RequestPull) -> list[Effect]:
         """Have both sides sum what was read."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.pull import Effect, Patience, Pull, PullState, ToLender
-from pdconn.planning.plan import Moved, Need
+from pdconn.planning.plan import Moved, Need, Plan
 from pdconn.planning.planning_errors import PlanningError
 from pdconn.protocol import messages
 from pdconn.protocol.early import EarlyTicket
@@ -92,6 +92,8 @@ class RequestPull(PeerPull):
         ticket: None until the lender has named the request of an early ticket.
         digest: of the ticket; of the early one until it is complete.
         stream: what an early ticket names; None with a ticket.
+        beside: what a store loads meanwhile; None once it has ended.
+        missing: what it has not loaded, and no plan reads yet.
         is_awaited: whether the engine hears what comes of the claim; ``told``: the state it knows,
             and whether the ticket was complete.
     """
@@ -105,6 +107,9 @@ class RequestPull(PeerPull):
     measured: Measured
     stream: FollowedStream | None = None
     need: Need | None = None
+    beside: Need | None = None
+    missing: Need | None = None
+    is_planned: bool = False
     verification: Verification | None = None
     is_awaited: bool = False
     told: tuple[PullState, bool] | None = None
@@ -135,6 +140,49 @@ class RequestPull(PeerPull):
             stream=stream,
             is_awaited=command.is_awaited,
         )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether something can write to its blocks: a read, or the store."""
+        return self.reading > 0 or self.beside is not None
+
+    def end_beside(self, loaded: Need) -> None:
+        """The store has ended: what it has not loaded of ``beside`` is to be read, too."""
+        asked, self.beside = self.beside, None
+        assert asked is not None
+        assert self.need is not None
+        stops = [tokens.stop for tokens in loaded.tokens] or [0] * len(asked.tokens)
+        left = tuple(
+            range(max(tokens.start, stop), tokens.stop) if tokens else tokens
+            for tokens, stop in zip(asked.tokens, stops, strict=True)
+        )
+        if not any(left):
+            return
+        # What is left ends where the rest begins.
+        joined = tuple(
+            range(before.start, tokens.stop) if before else tokens
+            for before, tokens in zip(left, self.need.tokens, strict=True)
+        )
+        if self.is_planned:
+            self.missing = Need(left, self.need.blocks)
+        self.need = Need(joined, self.need.blocks)
+
+    def take_missing_plan(self) -> Plan | None:
+        """The reads of what the store has not loaded; None if there are none, or not yet.
+
+        Raises:
+            PlanningError, TransportError: as :meth:`pdconn.planning.plan.Pairing.plan`.
+        """
+        if self.missing is None or self.ticket is None or not self.machine.is_complete:
+            return None
+        assert self.peer.pairing is not None
+        missing, self.missing = self.missing, None
+        plan, known = self.peer.pairing.plan(missing, self.ticket.blocks), self.measured
+        # To the plan of the rest, these tokens were held.
+        moved, full = known.moved, plan.moved.full
+        hits = moved.saved_by_hits - full
+        known.moved = replace(moved, full=moved.full + full, saved_by_hits=hits)
+        return plan
 
     def message(self, effect: ToLender) -> FromReader:
         """What the lender is sent."""
@@ -203,7 +251,7 @@ class RequestPull(PeerPull):
         pairing = self.peer.pairing
         assert pairing is not None
         assert self.need is not None
-        began, known = clock(), self.measured
+        began, known, self.is_planned = clock(), self.measured, True
         try:
             if self.stream is None:
                 assert self.ticket is not None

@@ -3,7 +3,8 @@
 All ranks get the same commands, with a step's metadata; each does its share of them::
 
     OpenStore ─► Fetch ─► FetchResult ─► LoadRows ─► (vLLM: received)      or  DropFetch
-                                         FailLoad ─► (vLLM: failed)
+                       │                 FailLoad ─► (vLLM: failed)
+                       └► JoinPull ─► (the puller: ended) ─► BesideEnded
               ─► SaveRows ─► SaveResult (blocks may be reused), notes beside the parts
                          ─► SaveFailed, for each part without a note
 """
@@ -71,6 +72,30 @@ class LoadRows:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinPull:
+    """Copy a fetch's rows to the blocks of ``request``, beside the pull of the rest.
+
+    The fetch may still be under way.  Each rank copies the rows before the first that is missing,
+    and its pull is told up to which token: it reads those of ``need`` behind it.
+    """
+
+    number: int
+    request: str
+    need: Need
+
+
+@dataclass(frozen=True, slots=True)
+class BesideEnded:
+    """A rank's answer to JoinPull, after its FetchResult: it has copied the rows of ``num_tokens``.
+
+    The fetch's bytes may be used again.
+    """
+
+    number: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class FailLoad:
     """Report ``request`` as failed: the rows that it waits for will not be loaded."""
 
@@ -123,5 +148,5 @@ class SaveFailed:
     part: str
 
 
-StoreCommand = OpenStore | Fetch | LoadRows | FailLoad | DropFetch | SaveRows
-StoreResult = FetchResult | SaveResult | SaveFailed
+StoreCommand = OpenStore | Fetch | LoadRows | JoinPull | FailLoad | DropFetch | SaveRows
+StoreResult = FetchResult | BesideEnded | SaveResult | SaveFailed

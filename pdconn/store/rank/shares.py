@@ -226,7 +226,9 @@ class _ScaledPairing:
         tokens = size // self.scale
         runs = sum(len(t.nbytes) * (tokens // t.sub_block_tokens) for t in self.pairing.templates)
         step = max(1, _BATCH_RUNS // max(1, runs)) * size
-        held, end = (min(t.start for t in need.tokens), max(t.stop for t in need.tokens))
+        wanted = [tokens for tokens in need.tokens if tokens]
+        held = min((tokens.start for tokens in wanted), default=0)
+        end = max((tokens.stop for tokens in wanted), default=0)
         while held < end:
             until = (held // size) * size + step
             yield Need(tuple(_within(tokens, held, until) for tokens in need.tokens), need.blocks)

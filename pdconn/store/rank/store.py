@@ -16,11 +16,7 @@ store's own threads open, read, plan and copy.  Every Fetch, LoadRows and SaveRo
 by threads that have failed.
 
 A fetch is answered once, when all its rows have been tried; its bytes belong to it until it is
-loaded, or dropped and answered::
-
-    Fetch ──► rows: read, verify ──► FetchResult ──► LoadRows ──► loaded
-                │                                      └────► failed
-    DropFetch ──┴─► rows not begun are left out ──► FetchResult, over
+loaded, or dropped and answered (:mod:`~pdconn.store.rank.fetches`).
 """
 
 from __future__ import annotations
@@ -28,12 +24,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdconn.planning.plan import Need
 from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.format.row import RowName
 from pdconn.store.rank.copies import HostArea, copies_of
+from pdconn.store.rank.fetches import FetchTable, FetchUnderWay, JoinedPull, need_until
 from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.tasks import (
     Answer,
@@ -59,10 +56,11 @@ from pdconn.store.rank.tasks import (
     unsaved,
 )
 from pdconn.store.rank_commands import (
+    BesideEnded,
     DropFetch,
     FailLoad,
     Fetch,
-    FetchResult,
+    JoinPull,
     LoadRows,
     OpenStore,
     SaveRows,
@@ -79,76 +77,8 @@ from transport.streams import StreamPoint, stream_point
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class FetchUnderWay:
-    """A fetch: rows ``left`` to try, and ``bad`` ones, by their places among the rows."""
-
-    fetch: Fetch
-    left: set[int]
-    bad: dict[int, Problem] = field(default_factory=dict)
-    is_dropped: bool = False
-
-    def result(self) -> FetchResult:
-        """The answer, once no row is left."""
-        found: dict[Problem, list[RowName]] = {problem: [] for problem in Problem}
-        for place in sorted(self.bad):
-            found[self.bad[place]].append(self.fetch.rows[place])
-        missing, damaged = found[Problem.MISSING], found[Problem.DAMAGED]
-        return FetchResult(self.fetch.number, tuple(missing), tuple(damaged))
-
-
-class FetchTable:
-    """The fetches that have bytes in staging."""
-
-    def __init__(self) -> None:
-        self._fetches: dict[int, FetchUnderWay] = {}
-
-    def __len__(self) -> int:
-        return len(self._fetches)
-
-    def add_fetch(self, fetch: Fetch) -> None:
-        """Add a fetch, all of whose rows are left to try."""
-        self._fetches[fetch.number] = FetchUnderWay(fetch, set(range(len(fetch.rows))))
-
-    def rows_tried(
-        self, number: int, places: Sequence[int] | None, problem: Problem | None
-    ) -> FetchResult | None:
-        """Note that rows were read, or could not be; for None, all that are left.
-
-        Returns:
-            The fetch's answer, if no row is left.
-        """
-        fetch = self._fetches.get(number)
-        if fetch is None:
-            return None
-        tried = fetch.left.copy() if places is None else fetch.left.intersection(places)
-        if places is not None and not tried:
-            return None
-        fetch.left -= tried
-        if problem is not None:
-            fetch.bad.update(dict.fromkeys(tried, problem))
-        if fetch.left:
-            return None
-        if fetch.is_dropped:
-            del self._fetches[number]
-        return fetch.result()
-
-    def drop_fetch(self, number: int) -> None:
-        """Drop a fetch: it is over once no row is left."""
-        fetch = self._fetches.get(number)
-        if fetch is not None:
-            fetch.is_dropped = True
-            if not fetch.left:
-                del self._fetches[number]
-
-    def take_fetch(self, number: int) -> Fetch | None:
-        """Remove a fetch, to load it; None if there is none, or if rows of it are missing."""
-        fetch = self._fetches.get(number)
-        if fetch is None or fetch.left:
-            return None
-        del self._fetches[number]
-        return None if fetch.bad or fetch.is_dropped else fetch.fetch
-
+NOTHING = Need((), ())
+"""What is loaded beside a pull if no row can be."""
 
 NUM_READERS = 2
 """One reads while the other verifies or loads."""
@@ -188,11 +118,20 @@ class RankSetup:
         return area
 
 
+@dataclass(frozen=True, slots=True)
+class EndedBeside:
+    """A load beside the pull of ``request`` has ended: ``loaded`` is in the request's blocks."""
+
+    request: str
+    loaded: Need
+
+
 @dataclass(slots=True)
 class _Answers:
     """What threads have reported, until the engine's thread takes it."""
 
     results: list[StoreResult] = field(default_factory=list)
+    beside: list[EndedBeside] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -220,7 +159,7 @@ class RankStore:
         self._to_read: Box[ReadTask] = Box()
         self._to_write: Box[SaveUnderWay] = Box()
         self._workers: dict[str, Worker[ReadTask] | Worker[SaveUnderWay]] = {}
-        self._fetches = FetchTable()
+        self._fetches, self._joined = FetchTable(), dict[int, FetchUnderWay]()
         self._answers = _Answers()
         self._held: list[SaveRows] = []
         self._reads = False
@@ -243,6 +182,8 @@ class RankStore:
             self._read(BeginFetch(command, namespace))
         elif isinstance(command, LoadRows):
             self._load(command, after)
+        elif isinstance(command, JoinPull):
+            self._join(JoinedPull(command, after))
         elif isinstance(command, DropFetch):
             self._drop(command.number)
         elif isinstance(command, FailLoad):
@@ -267,14 +208,14 @@ class RankStore:
     def wait_for_answer(self, timeout_s: float) -> None:
         """Sleep until there is something to take."""
         answers = self._answers
-        if not (answers.results or answers.loaded or answers.failed):
+        if not (answers.results or answers.beside or answers.loaded or answers.failed):
             self._outbox.wait_for_item(timeout_s)
 
     def has_results(self) -> bool:
         """Whether there is something to take: results, or requests loaded or failed."""
         self._take_reports()
         answers = self._answers
-        return bool(answers.results or answers.loaded or answers.failed)
+        return bool(answers.results or answers.beside or answers.loaded or answers.failed)
 
     def take_results(self) -> list[StoreResult]:
         """Results since the last call, for the scheduler."""
@@ -287,6 +228,12 @@ class RankStore:
         self._take_reports()
         loaded, self._answers.loaded = self._answers.loaded, []
         return loaded
+
+    def take_ended_beside(self) -> list[EndedBeside]:
+        """Loads beside pulls that have ended since the last call: each is reported once."""
+        self._take_reports()
+        ended, self._answers.beside = self._answers.beside, []
+        return ended
 
     def take_load_failures(self) -> list[str]:
         """Requests whose blocks do not hold what was to be loaded, since the last call."""
@@ -343,13 +290,52 @@ class RankStore:
         fetch = self._fetches.take_fetch(load.number)
         if fetch is None:
             log.warning("pdconn: store: a load without its rows: request=%s", load.request)
-            self._note(LoadFailed(load.request))
+            self._note(LoadFailed(load.request, load.number))
         else:
             self._read(LoadFetched(fetch, load, after))
 
+    def _join(self, joined: JoinedPull) -> None:
+        """Copy a fetch's rows beside a pull, now or once they were tried."""
+        fetch = self._fetches.find_fetch(joined.join.number)
+        if fetch is None:
+            # Its rows were dropped in the step in which it was joined.
+            self._answers.beside.append(EndedBeside(joined.join.request, NOTHING))
+            self._answers.results.append(BesideEnded(joined.join.number, 0))
+        else:
+            fetch.joined = joined
+            self._copy_if_due(fetch)
+
+    def _copy_if_due(self, fetch: FetchUnderWay) -> None:
+        """Copy the rows before the first that is missing, if the pull waits for no others."""
+        joined, opening = fetch.joined, self._opening
+        if joined is None or opening is None or not fetch.may_copy:
+            return
+        sizes = [group.block_tokens for group in self._setup.references.groups]
+        end = fetch.rows_end(opening.layout.block_tokens)
+        loaded = joined.loaded = need_until(joined.join.need, end, sizes)
+        if any(loaded.tokens):
+            self._joined[joined.join.number] = fetch
+            load = LoadRows(joined.join.number, joined.join.request, loaded)
+            self._read(LoadFetched(fetch.fetch, load, joined.after))
+        else:
+            self._end_copy(fetch)
+
+    def _end_copy(self, fetch: FetchUnderWay) -> None:
+        """The pull may read what was not copied; the bytes are free once no row is being read."""
+        joined = fetch.joined
+        assert joined is not None
+        joined.has_ended = True
+        self._answers.beside.append(EndedBeside(joined.join.request, joined.loaded or NOTHING))
+        self._answer_if_over(fetch)
+
+    def _answer_if_over(self, fetch: FetchUnderWay) -> None:
+        joined = fetch.joined
+        if joined is not None and self._fetches.forget_if_over(fetch):
+            self._answers.results.append(BesideEnded(joined.join.number, joined.num_tokens))
+
     def _drop(self, number: int) -> None:
         """Take back rows that no reader has begun; the others answer the fetch."""
-        self._fetches.drop_fetch(number)
+        dropped = self._fetches.drop_fetch(number)
 
         def is_of_it(task: ReadTask) -> bool:
             begun = task.of if isinstance(task, ReadRow) else task
@@ -358,6 +344,8 @@ class RankStore:
         for task in self._to_read.take_back(is_of_it):
             places = [task.place] if isinstance(task, ReadRow) else None
             self._rows_tried(number, places, Problem.LEFT_OUT)
+        if dropped is not None:  # rows that are being read may never come
+            self._copy_if_due(dropped)
 
     def _take_reports(self) -> None:
         """Apply what the threads have reported."""
@@ -378,10 +366,19 @@ class RankStore:
         elif isinstance(answer, FetchRefused):
             self._rows_tried(answer.number, None, Problem.MISSING)
         elif isinstance(answer, Loaded):
-            answers.loaded.append(answer.request)
+            if (fetch := self._joined.pop(answer.number, None)) is not None:
+                self._end_copy(fetch)
+            else:
+                answers.loaded.append(answer.request)
         elif isinstance(answer, LoadFailed):
             answers.counts["load_failures"] += 1
-            answers.failed.append(answer.request)
+            number = answer.number
+            if number and (fetch := self._joined.pop(number, None)) is not None:
+                assert fetch.joined is not None
+                fetch.joined.loaded = NOTHING
+                self._end_copy(fetch)
+            else:
+                answers.failed.append(answer.request)
         elif isinstance(answer, SwitchedOff):
             self._switch_off(answer.name)
         elif isinstance(answer, StagingReady):
@@ -392,12 +389,15 @@ class RankStore:
             answers.results.append(answer)
 
     def _rows_tried(self, number: int, places: list[int] | None, problem: Problem | None) -> None:
-        result = self._fetches.rows_tried(number, places, problem)
-        if result is not None:
-            counts = self._answers.counts
-            counts["rows_missing"] += len(result.missing)
-            counts["rows_damaged"] += len(result.damaged)
-            self._answers.results.append(result)
+        fetch = self._fetches.rows_tried(number, places, problem)
+        if fetch is None:
+            return
+        result, counts = fetch.result(), self._answers.counts
+        counts["rows_missing"] += len(result.missing)
+        counts["rows_damaged"] += len(result.damaged)
+        self._answers.results.append(result)
+        self._copy_if_due(fetch)
+        self._answer_if_over(fetch)
 
     def _switch_off(self, name: str) -> None:
         """Refuse all reads, as the reader does.  A writer goes on, to write notes of failure."""

@@ -86,16 +86,18 @@ class FetchRefused:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The rows of ``request`` are in its blocks."""
+    """The rows of fetch ``number`` are in the blocks of ``request``."""
 
     request: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The blocks of ``request`` do not hold what they should."""
+    """The blocks of ``request`` do not hold what they should; ``number``: of its fetch, if any."""
 
     request: str
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,7 @@ def refused_read(task: ReadTask) -> Answer:
         return RowTried(task.of.fetch.number, task.place, Problem.MISSING)
     if isinstance(task, BeginFetch):
         return FetchRefused(task.fetch.number)
-    return LoadFailed(task.load.request)
+    return LoadFailed(task.load.request, task.load.number)
 
 
 class RowReader:
@@ -383,10 +385,10 @@ class RowReader:
             # torch raises RuntimeError where a GPU has no memory: an expected error, which must not
             # count towards those that switch the store off.
             self._reports.warn("a load failed: request=%s: %s", load.request, error)
-            self._reports.answer(LoadFailed(load.request))
+            self._reports.answer(LoadFailed(load.request, load.number))
             return
         self._reports.add_counts(loads=1)
-        self._reports.answer(Loaded(load.request))
+        self._reports.answer(Loaded(load.request, load.number))
 
     def _spans(self, fetch: Fetch, load: LoadRows) -> Iterator[Spans]:
         """What is to be copied, kind by kind; planning fails if a kind without rows needs some."""
