@@ -13,8 +13,8 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
-LEAST_NBYTES = 1 << 16
-"""Less says little of how long more takes."""
+LEAST_NBYTES = 1 << 20
+"""Less takes a fixed time, and says little of how long more takes."""
 FORGET_S = 60.0
 """A source that was slow once is tried again after so long."""
 _WEIGHT = 0.3

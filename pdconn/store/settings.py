@@ -19,6 +19,7 @@ OF_OBJ = ("bucket", "endpoint", "region")
 REPEAT_S = 10.0
 """The least time between two logs of a warning that every row repeats while a device refuses."""
 SAVE = ("prompt", "all")
+BESIDE = ("auto", "always", "never")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){0,8}")
 _ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:]{2,45}\])(?::\d{1,5})?/?")
 _MOST_NBYTES = (1 << 63) - 1
@@ -43,6 +44,7 @@ class StoreSettings:
     read_only: bool = False
     min_tokens: int = 256
     direct_io: bool | Literal["auto"] = "auto"
+    beside: Literal["auto", "always", "never"] = "auto"
 
 
 def read_store_settings(given: Any) -> StoreSettings:
@@ -67,6 +69,7 @@ def read_store_settings(given: Any) -> StoreSettings:
         "save": lambda value: _one_of(value, SAVE),
         "read_only": _flag,
         "min_tokens": lambda value: _number(value, 0),
+        "beside": lambda value: _one_of(value, BESIDE),
         "direct_io": lambda value: value if value == "auto" else _flag(value),
     }
     values = {}

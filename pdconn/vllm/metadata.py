@@ -45,6 +45,15 @@ class PdMetadata(KVConnectorMetadata):
     weights: dict[str, str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadSpeed:
+    """How long a rank's reads for a request have taken, and what they have brought."""
+
+    request: str
+    nbytes: int
+    seconds: float
+
+
 @dataclass
 class PdWorkerReport(KVConnectorWorkerMetadata):
     """The workers' reports to the scheduler after a step; those of several workers are joined.
@@ -58,6 +67,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         expected: pulls of which nothing is reported for a while.
         partial: received requests, each with blocks of which only the end was written.
         pulled: received pulls, if they are traced.
+        read: received pulls, if a store may be loaded beside them.
     """
 
     quarantined: list[str] = field(default_factory=list)
@@ -68,11 +78,12 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
     expected: list[ExpectedPull] = field(default_factory=list)
     partial: dict[str, PartialBlocks] = field(default_factory=dict)
     pulled: list[TracedPull] = field(default_factory=list)
+    read: list[ReadSpeed] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        if self.quarantined or self.released or self.sums:
+        if self.quarantined or self.released or self.sums or self.read:
             return False
         return not (self.store or self.claims or self.expected or self.partial or self.pulled)
 
@@ -93,6 +104,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
             self.expected + other.expected,
             joined(self.partial, other.partial),
             self.pulled + other.pulled,
+            self.read + other.read,
         )
 
 

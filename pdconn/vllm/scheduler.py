@@ -39,7 +39,8 @@ from pdconn.vllm.patches.failed_loads import recompute_failed_loads
 from pdconn.vllm.patches.request_writes import num_computed
 from pdconn.vllm.patches.self_test import SelfTest
 from pdconn.vllm.patches.stop_signal import ShutdownSignal, drain_s
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from pdconn.vllm.scheduler_part import NOTHING, Matched, SchedulerPart
 from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
@@ -158,6 +159,7 @@ class PdScheduler:
             )
             pulling = Pulling(rules)
             pulling.adapters = self._adapters
+            pulling.store = storing
             if lending is not None:
                 pulling.take_back_own = lending.take_back_own
         elif settings.debug_faults:

@@ -104,6 +104,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:prefixes_late",
         "Prefixes whose claim or pull took longer than computing them: computed.",
     ),
+    "prefixes_stored": (
+        "pdconn:prefixes_stored",
+        "Prefixes that were not pulled, since the store had all of them and more.",
+    ),
     "tickets_gave_way": (
         "pdconn:tickets_gave_way",
         "Of pdconn:tickets_gone_total, tickets whose claims were given up while their requests "

@@ -20,13 +20,20 @@ from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.commands import CompareAnew, ReadBlocks
+from pdconn.puller.commands import CompareAnew, EndBeside, ReadBlocks
 from pdconn.puller.peers import Rank
 from pdconn.puller.thread import NO_RESULTS, Puller, PullResults
 from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.rank.store import RankStore
-from pdconn.store.rank_commands import FailLoad, Fetch, FetchResult, LoadRows
+from pdconn.store.rank_commands import (
+    BesideEnded,
+    FailLoad,
+    Fetch,
+    FetchResult,
+    JoinPull,
+    LoadRows,
+)
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.blocks.arrangement import arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references
@@ -41,7 +48,7 @@ from pdconn.vllm.idle_steps import IDLE_STEP_S
 from pdconn.vllm.memory.layout import report_layout
 from pdconn.vllm.memory.opening import open_nixl, open_transport
 from pdconn.vllm.memory.warm import BackendOptions, network_only, rehearse_pulls, warm_up_of
-from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
+from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, ReadSpeed
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.tracing.pull_spans import TracedPull, are_traced
 from registration import RegisteredKVMemory
@@ -163,7 +170,7 @@ class PdWorker:
                 )
         if self._store is not None:
             for asked in metadata.store:
-                self._num_fetching += isinstance(asked, Fetch | LoadRows | FailLoad)
+                self._num_fetching += isinstance(asked, Fetch | LoadRows | JoinPull | FailLoad)
                 self._store.post_command(asked, after)
 
     def wait_for_save(self) -> None:
@@ -250,7 +257,7 @@ class PdWorker:
         # the drafter still writes may have been freed, and given to another request.  This step's
         # own pass comes after this point.
         asked = (*metadata.commands, *metadata.store)
-        if not any(isinstance(one, ReadBlocks | LoadRows) for one in asked):
+        if not any(isinstance(one, ReadBlocks | LoadRows | JoinPull) for one in asked):
             return None
         if self._memory is None or self._config.speculative_config is None:
             return None
@@ -282,13 +289,19 @@ class PdWorker:
         results.finished_recving.update(loaded, failed)
         results.failed_recving.update(failed)
         self._report.store += answers
-        fetched = sum(isinstance(answer, FetchResult) for answer in answers)
+        for ended in store.take_ended_beside():
+            if self._puller is not None:
+                self._puller.post_command(EndBeside(ended.request, ended.loaded))
+        fetched = sum(isinstance(answer, FetchResult | BesideEnded) for answer in answers)
         self._num_fetching -= len(loaded) + len(failed) + fetched
 
     def _note(self, pulled: PullResults, results: KVConnectorTransferResults) -> None:
         results.finished_recving.update(pulled.received)
         for record in pulled.records:
             self._stats.record(record)
+            if self._store is not None and not record.is_followed:
+                speed = ReadSpeed(record.request, record.moved.nbytes, record.transfer_s)
+                self._report.read.append(speed)
             if are_traced(self._config):
                 self._report.pulled.append(TracedPull.now(self._rank, record))
             if record.begins:

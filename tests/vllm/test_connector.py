@@ -17,7 +17,8 @@ with warnings.catch_warnings():
     from pdconn.vllm.config import read_settings
     from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.lends.lending import Lending
-    from pdconn.vllm.pulls.pulling import Pulling, PullRules
+    from pdconn.vllm.pulls.pull_rules import PullRules
+    from pdconn.vllm.pulls.pulling import Pulling
     from pdconn.vllm.scheduler import SchedulerParts
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.prompt import prompt_digest
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.pair import NUM_BLOCKS, Pair
 from tests.fakes.simulated.hooks import allocated, matched
 from tests.fakes.simulated.requests import vllm_request

@@ -85,6 +85,7 @@ class LoadsBeside:
         commands: for the ranks.
         groups: of the engine's KV cache.
         row_tokens: tokens of a row.
+        when: the setting ``beside``.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class LoadsBeside:
         commands: list[StoreCommand],
         groups: Sequence[KVCacheGroupReference],
         row_tokens: int,
+        when: str,
     ) -> None:
         self._loads, self._commands, self._row_tokens = loads, commands, row_tokens
+        self._when = when
         self._full = tuple(group.kind is AttentionKind.FULL for group in groups)
         # Both sources write whole blocks: one that begins in the store's part ends there.
         sizes = (group.block_tokens for group in groups if group.kind is AttentionKind.FULL)
@@ -104,6 +107,10 @@ class LoadsBeside:
     def __len__(self) -> int:
         """Loads that have joined a pull and have not ended."""
         return len(self._open)
+
+    def tokens_of(self, request: str) -> int:
+        """Tokens that are being loaded beside the pull of a request."""
+        return next((one.num_tokens for one in self._open.values() if one.request == request), 0)
 
     def offer(self, stored: StoredRequest, pull: PullOutlook, now: float) -> BesideOffer | None:
         """What can be loaded beside ``pull``; None to ask again at a later step."""
@@ -116,7 +123,7 @@ class LoadsBeside:
             return self._look_at(stored, pull, now)
         # 3. It was looked up before, so little is left that it is not worth a load, or the shelf
         #    hangs.
-        is_new = load.state is LoadState.NEW and stored.may_load and any(self._full)
+        is_new = load.state is LoadState.NEW and stored.may_load and self._when != "never"
         if not is_new or len(pull.tokens) < loads.least or not loads.may_try(stored, now):
             return BesideOffer(held)
         # 4. It is looked up, for all of the prompt: the pull may fail, or yield.
@@ -158,8 +165,10 @@ class LoadsBeside:
         each = loads.keeper.sizes.staging_nbytes([(RowKind.FA, 0)])
         most = loads.staging.nbytes // each if each else answer.full
         stored = min(answer.full, first + most) * size
-        load_s = loads.bandwidth.bytes_per_s(now)
-        split = split_at(pull.tokens, stored, load_s, pull.bytes_per_s)
+        bytes_per_s = loads.bandwidth.bytes_per_s(now)
+        if self._when == "always":
+            bytes_per_s = None
+        split = split_at(pull.tokens, stored, bytes_per_s, pull.bytes_per_s)
         return tuple(
             answer.chain.name(RowKind.FA, index) for index in range(first, -(-split // size))
         )

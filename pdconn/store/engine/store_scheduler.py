@@ -76,7 +76,9 @@ class StoreScheduler:
             clock=clock,
         )
         row_tokens = opening.layout.block_tokens
-        self.beside = LoadsBeside(self.loads, self._commands, blocks.groups, row_tokens)
+        self.beside = LoadsBeside(
+            self.loads, self._commands, blocks.groups, row_tokens, settings.beside
+        )
         self.saves = Saves(
             opening.layout,
             spacing,

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.early import EarlyTicket, parse_early_ticket
@@ -31,16 +30,18 @@ from pdconn.puller.commands import (
 )
 from pdconn.puller.peers import PeerKey
 from pdconn.sidechannel.clock import steady
-from pdconn.vllm.blocks.kinds import may_lag
+from pdconn.store.engine.beside import BesideOffer, PullOutlook
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.identity.adapters import AdapterReader
-from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
+from pdconn.vllm.metadata import PdMetadata, PdWorkerReport, ReadSpeed
 from pdconn.vllm.patches.pool.admitted_blocks import blocks_for, num_free_blocks
 from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
 from pdconn.vllm.patches.request_writes import ask_of_wrong_params
 from pdconn.vllm.prompt import parent_of
+from pdconn.vllm.pulls.beside import BesideStore, LenderBandwidths
 from pdconn.vllm.pulls.patience import PrefixPatience
+from pdconn.vllm.pulls.pull_rules import PullRules
 from pdconn.vllm.pulls.pulled import PulledBlocks
 from pdconn.vllm.pulls.tracked import ClaimGrants, StartedPulls, Tracked, key_of
 from pdconn.vllm.scheduler_part import ASK_AGAIN, NOTHING, Matched, SchedulerPart
@@ -55,59 +56,6 @@ EARLY_SPARES = 0.1
 """Share of the engine's blocks that must stay free when a request is given some early."""
 
 
-@dataclass(frozen=True, slots=True)
-class PullRules:
-    """The part of an engine's configuration that decides on pulls.
-
-    Attributes:
-        incarnation: this boot's name, part of every pull id.
-        recompute: whether requests whose pull fails are recomputed; otherwise they fail.
-        prefix_caching: whether a finished pull can be hit by the next request.
-        max_model_len: tokens of the longest prompt that the engine takes.
-        has_states: whether the model keeps recurrent states, of which there is one, after
-            the last token that prefill has computed.
-        num_lookahead: tokens at a prompt's end that are computed here and not pulled
-            (:mod:`pdconn.vllm.speculation`).
-        num_ranks: of this engine.
-        is_awaiting: whether every rank's claim must be granted before a ticket is promised.
-        has_lagging: whether states of a local hit may be of fewer tokens than full attention.
-        is_lender: whether the engine computes prompts for others, too.
-    """
-
-    incarnation: str
-    recompute: bool
-    prefix_caching: bool
-    max_model_len: int
-    has_states: bool = False
-    num_lookahead: int = 1
-    num_ranks: int = 1
-    is_awaiting: bool = False
-    has_lagging: bool = False
-    is_lender: bool = False
-
-    @classmethod
-    def from_config(
-        cls, config: Any, kv_cache_config: Any, incarnation: str, *, has_store: bool, **more: Any
-    ) -> Self:
-        """From vLLM's ``config``, and from the fields in ``more``."""
-        recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-        parallel = config.parallel_config
-        return cls(
-            incarnation,
-            recompute,
-            bool(config.cache_config.enable_prefix_caching),
-            config.model_config.max_model_len,
-            num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-            # A request whose lender is lost may be loaded from the store, but vLLM cannot take a
-            # promise back: under this policy the request fails.  So a ticket is promised only when
-            # every rank holds its claim.  Under the other policy the store is asked after the pull.
-            is_awaiting=has_store and not recompute,
-            has_lagging=may_lag(kv_cache_config),
-            is_lender=bool(config.kv_transfer_config.is_kv_producer),
-            **more,
-        )
-
-
 class Pulling(SchedulerPart):
     """Tickets of one engine.
 
@@ -119,6 +67,7 @@ class Pulling(SchedulerPart):
         doubt: why nothing may be pulled; empty if pulls are allowed.
         adapters: reads adapters of requests; None where they are compared by name alone.
         take_back_own: ends the lease of a ticket that this engine has issued itself.
+        store: loads beside pulls what it has of their prompts; None without one.
     """
 
     fills_blocks = True
@@ -128,11 +77,13 @@ class Pulling(SchedulerPart):
         self.doubt = ""
         self.adapters: AdapterReader | None = None
         self.take_back_own: Callable[[Ticket], None] | None = None
+        self.store: BesideStore | None = None
         self._manager: Any = None
         self._splits: Splits | None = None
         self._tracked: dict[str, Tracked] = {}
         self._pulling = StartedPulls()
         self._patience, self._pulled = PrefixPatience(clock), PulledBlocks()
+        self._bandwidths = LenderBandwidths(clock)
         self._commands: list[Command] = []
         self._number = 0
         self._counts: Counter[str] = Counter()
@@ -282,13 +233,33 @@ class Pulling(SchedulerPart):
         # 4. A sibling pulls with the same ticket: its blocks will be a local hit.
         if self._rules.prefix_caching and tracked.key in self._pulling:
             return ASK_AGAIN
-        # 5. The ticket was given up.
-        if tracked.claims is None:
+        # 5. The ticket was given up, or it is for a prefix of which a store has all.
+        offer = None if tracked.claims is None else self._ask_store(request, tracked)
+        if tracked.claims is None or self._yields(request, tracked, offer):
             return NOTHING
-        # 6. The ticket is promised once its claim is held, and its adapter is known to be ours.  If
-        #    its request is still being computed, there must be blocks to spare.
+        # 6. The ticket is promised once its claim is held, its adapter is known to be ours, and it
+        #    is known what a store loads beside the pull.  If its request is still being computed,
+        #    there must be blocks to spare.
         is_promised = is_known and tracked.claim.is_held and self._has_room(request, tracked)
-        return (count, True) if is_promised else ASK_AGAIN
+        return (count, True) if is_promised and offer is not None else ASK_AGAIN
+
+    def _ask_store(self, request: Any, tracked: Tracked) -> BesideOffer | None:
+        """What a store has of the prompt, which is looked up while the claim is on its way."""
+        if self.store is None:
+            return BesideOffer(tracked.num_local)
+        return self.store.offer_beside(request, self._outlook(request, tracked))
+
+    def _yields(self, request: Any, tracked: Tracked, offer: BesideOffer | None) -> bool:
+        """Whether the ticket is given up, since the store alone loads more than its prefix."""
+        if not tracked.prefix or offer is None or offer.boundary < tracked.prefix:
+            return False
+        self._counts["prefixes_stored"] += 1
+        self._give_up(request.request_id, tracked)
+        return True
+
+    def _outlook(self, request: Any, tracked: Tracked) -> PullOutlook:
+        tokens = range(tracked.num_local, self._until(request, tracked))
+        return PullOutlook(tokens, self._bandwidths.of(tracked.claims), tracked.prefix > 0)
 
     def _has_room(self, request: Any, tracked: Tracked) -> bool:
         """Whether a request may have blocks before the lender has computed all that fills them."""
@@ -366,7 +337,11 @@ class Pulling(SchedulerPart):
         described = (self._splits or UNSPLIT).described(tracked.blocks)
         tokens = tuple(range(start, local + count) for start in starts)
         need = Need(tokens, tuple(trimmed(ids) for ids in described))
-        self._commands.append(ReadBlocks(name, need))
+        beside = None
+        if self.store is not None:
+            beside = self.store.join_pull(request, need, self._outlook(request, tracked))
+        rest = need if beside is None else need.without(beside)
+        self._commands.append(ReadBlocks(name, rest, beside))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
         """Blocks of a request whose pull was not reported yet, without holes."""
@@ -391,6 +366,8 @@ class Pulling(SchedulerPart):
             failed = request_id in connector_output.failed_recving
             self._patience.note_pull(request_id, failed=failed)
         if isinstance(report, PdWorkerReport):
+            for speed in report.read:
+                self._note_speed(speed)
             self.note_claims(report.claims)
             self._note_expected(report.expected)
             self._note_blocks(report)
@@ -402,6 +379,11 @@ class Pulling(SchedulerPart):
             tracked = self._tracked.get(one.request)
             if tracked is not None and tracked.claim.pull == one.pull:
                 tracked.expected_at = self._clock() + one.in_s
+
+    def _note_speed(self, speed: ReadSpeed) -> None:
+        tracked = self._tracked.get(speed.request)
+        if tracked is not None:
+            self._bandwidths.learn_read(tracked.claims, speed.nbytes, speed.seconds)
 
     def quiet_until(self) -> float:
         """Before when nothing comes of any pull; 0 without one, or if it is not known of all."""

@@ -12,6 +12,16 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
     "store_hits": ("pdconn:store_hits", "Prompts whose prefix was loaded from the store."),
     "store_hit_tokens": ("pdconn:store_hit_tokens", "Tokens loaded from the store."),
     "store_misses": ("pdconn:store_misses", "Look-ups that found no prefix worth loading."),
+    "store_beside": ("pdconn:store_beside", "Pulls of which a part was loaded from the store."),
+    "store_beside_tokens": (
+        "pdconn:store_beside_tokens",
+        "Tokens whose full attention was to be loaded from the store, beside a pull of the rest.",
+    ),
+    "store_beside_missed_tokens": (
+        "pdconn:store_beside_missed_tokens",
+        "Of pdconn:store_beside_tokens_total, those that a rank pulled after all, since rows were "
+        "gone, damaged or late.",
+    ),
     "store_late": (
         "pdconn:store_late",
         "Look-ups and hits given up because the shelf took too long.",

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import trimmed
+from pdconn.store.engine.beside import BesideOffer, PullOutlook
 from pdconn.store.engine.build import build_scheduler
 from pdconn.store.engine.store_scheduler import StoreScheduler
 from pdconn.store.format.row import StoreLayout, store_layout
@@ -225,6 +227,22 @@ class Storing(SchedulerPart):
         elif count:  # what was promised is gone, and vLLM waits for it
             self._store.loads.fail_load(name)
 
+    def offer_beside(self, request: Any, pull: PullOutlook) -> BesideOffer | None:
+        """What can be loaded beside a pull of the request; None to ask again at a later step."""
+        if self._store is None:
+            return BesideOffer(pull.tokens.start)
+        return self._store.offer_beside(request.request_id, pull)
+
+    def join_pull(self, request: Any, need: Need, pull: PullOutlook) -> Need | None:
+        """Load what was offered of ``need``, in described blocks, beside the request's pull."""
+        if self._store is None:
+            return None
+        name = request.request_id
+        loaded = self._store.join_pull(name, need, pull)
+        if loaded is not None and self._events is not None:
+            self._events.note_hit(request, self._store.rows_loaded(name))
+        return loaded
+
     def is_load_optional(self, request_id: str) -> bool:
         """Whether the request waits for a load, without which it can be computed."""
         return self._store is not None and self._store.loads.is_loading(request_id)
@@ -235,7 +253,10 @@ class Storing(SchedulerPart):
         """Rows count as hits on a disk."""
         if self.is_load_optional(request.request_id):
             return {CacheHitSource.DISK: num_external_tokens}
-        return {}
+        loaded = 0 if self._store is None else self._store.beside.tokens_of(request.request_id)
+        if not loaded:
+            return {}
+        return {CacheHitSource.DISK: loaded, CacheHitSource.P2P: num_external_tokens - loaded}
 
     def build_connector_meta(self, scheduler_output: Any, metadata: PdMetadata) -> None:
         """Save the rows that this step completes, and load rows."""

@@ -15,7 +15,8 @@ from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.vllm.identity.adapters import NO_ADAPTER, PATIENCE_S, Adapter, AdapterReader
 from pdconn.vllm.prompt import prompt_digest
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.simulated.hooks import finished, matched
 from tests.fakes.simulated.requests import vllm_request
 

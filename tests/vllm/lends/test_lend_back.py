@@ -21,7 +21,8 @@ from pdconn.vllm.lends.answers import LendableAnswer, LentAnswers
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.pins import LeaseKind
 from pdconn.vllm.prompt import prefix_digest, prefix_digests
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from pdconn.vllm.values import LendBack
 from tests.fakes.pair import Cache
 from tests.fakes.simulated.block_pool import CountedPool

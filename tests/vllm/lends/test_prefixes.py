@@ -18,7 +18,8 @@ from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.patches.request_writes import shorten
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.simulated.block_pool import CountedPool
 from tests.fakes.simulated.hooks import allocated, every_group, finished, matched
 from tests.fakes.simulated.requests import vllm_request

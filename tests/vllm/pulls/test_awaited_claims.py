@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdconn.puller.commands import CancelPull, ClaimOutcome, ClaimTicket, FailPull, ReadBlocks
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.simulated.hooks import allocated, finished, half_of, matched
 from tests.vllm.pulls.test_pulling import BLOCKS, MAX_MODEL_LEN, PROMPT, kinds, request
 

@@ -12,7 +12,8 @@ from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.prompt import prompt_digest
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from tests.fakes.simulated.hooks import allocated, finished, matched
 from tests.fakes.simulated.requests import vllm_request
 

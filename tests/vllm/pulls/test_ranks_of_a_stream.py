@@ -15,7 +15,8 @@ import pytest
 from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import CancelPull, ClaimOutcome
-from pdconn.vllm.pulls.pulling import Pulling, PullRules
+from pdconn.vllm.pulls.pull_rules import PullRules
+from pdconn.vllm.pulls.pulling import Pulling
 from pdconn.vllm.pulls.tracked import Tracked
 from tests.fakes.simulated.hooks import allocated, matched
 from tests.vllm.pulls.test_pulling import BLOCKS, MAX_MODEL_LEN, kinds, request

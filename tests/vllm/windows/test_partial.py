@@ -19,7 +19,8 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.blocks.partial import partial_blocks
     from pdconn.vllm.metadata import PdWorkerReport
-    from pdconn.vllm.pulls.pulling import Pulling, PullRules
+    from pdconn.vllm.pulls.pull_rules import PullRules
+    from pdconn.vllm.pulls.pulling import Pulling
     from pdconn.vllm.pulls.tracked import Tracked
     from pdconn.vllm.scheduler import SchedulerParts
     from pdconn.vllm.store.storing import Storing, _KnownRequest

@@ -5,6 +5,7 @@ Named by ``kv_connector_module_path``.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
+from pdconn.store.format.row import RowName
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
 from pdconn.vllm.blocks import transferred
@@ -19,7 +21,7 @@ from pdconn.vllm.connector import PdconnConnector
 from pdconn.vllm.metadata import PdMetadata
 from pdconn.vllm.pulls import tracked
 from pdconn.vllm.scheduler import SchedulerParts
-from tests.vllm.engines.store.stores import breaks
+from tests.vllm.engines.store.stores import breaks, hangs
 from transport import Spans
 
 
@@ -92,6 +94,26 @@ class BreakableLoads(PdconnConnector):
             raise RuntimeError("CUDA out of memory")
 
         HostCopies.copy_in = copy_in  # type: ignore[method-assign]
+
+
+class HangingReads(PdconnConnector):
+    """Right.  A read of the row whose number is in the file at ``hangs`` waits until that is gone.
+
+    So does a shelf whose server does not answer.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._worker is None:
+            return
+        hangs_at, verify = hangs(Path(self._worker._settings.store.root)), RowShare.verify_row
+
+        def verify_row(share: Any, data: Any, footer: Any, namespace: str, name: RowName) -> None:
+            while hangs_at.exists() and name.index == int(hangs_at.read_text() or -1):
+                time.sleep(0.01)
+            verify(share, data, footer, namespace, name)
+
+        RowShare.verify_row = verify_row  # type: ignore[method-assign]
 
 
 class FlippedDraft(PdconnConnector):

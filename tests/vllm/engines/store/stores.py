@@ -74,6 +74,11 @@ def breaks(root: Path) -> Path:
     return root.with_name(f"{root.name}.breaks")
 
 
+def hangs(root: Path) -> Path:
+    """A file here has the number of a row whose reads hang: see ``HangingReads``."""
+    return root.with_name(f"{root.name}.hangs")
+
+
 def rows(root: Path, kind: str) -> list[Path]:
     """Files of committed rows."""
     return sorted(root.glob(f"rows/*/{kind}/*/*"))
