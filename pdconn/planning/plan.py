@@ -84,14 +84,6 @@ class Need:
         """Tokens ``[held, until)`` of every group."""
         return cls((range(held, until),) * len(blocks), blocks)
 
-    def without(self, first: Need) -> Need:
-        """What is left of it behind ``first``, a part from the beginning of some of its groups."""
-        tokens = tuple(
-            range(done.stop, wanted.stop) if done else wanted
-            for done, wanted in zip(first.tokens, self.tokens, strict=True)
-        )
-        return Need(tokens, self.blocks)
-
 
 @dataclass(frozen=True, slots=True)
 class Moved:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.pull import Effect, Patience, Pull, PullState, ToLender
+from pdconn.planning import cover
 from pdconn.planning.plan import Moved, Need, Plan
 from pdconn.planning.planning_errors import PlanningError
 from pdconn.protocol import messages
@@ -151,21 +152,12 @@ class RequestPull(PeerPull):
         asked, self.beside = self.beside, None
         assert asked is not None
         assert self.need is not None
-        stops = [tokens.stop for tokens in loaded.tokens] or [0] * len(asked.tokens)
-        left = tuple(
-            range(max(tokens.start, stop), tokens.stop) if tokens else tokens
-            for tokens, stop in zip(asked.tokens, stops, strict=True)
-        )
-        if not any(left):
+        left = cover.left_of(asked, loaded)
+        if not any(left.tokens):
             return
-        # What is left ends where the rest begins.
-        joined = tuple(
-            range(before.start, tokens.stop) if before else tokens
-            for before, tokens in zip(left, self.need.tokens, strict=True)
-        )
         if self.is_planned:
-            self.missing = Need(left, self.need.blocks)
-        self.need = Need(joined, self.need.blocks)
+            self.missing = left
+        self.need = cover.with_left(left, self.need)
 
     def take_missing_plan(self) -> Plan | None:
         """The reads of what the store has not loaded; None if there are none, or not yet.

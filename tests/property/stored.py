@@ -33,7 +33,7 @@ from transport import Spans
 POISON = -3
 _STAGING = 1 << 59
 ZERO = -4
-_WRITER, _READER = 1 << 41, 1 << 51
+_WRITER, _LENDER, _READER = 1 << 41, 1 << 46, 1 << 51
 
 Labels = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -65,12 +65,21 @@ class StoredCase:
         return f"{self.held} to {self.boundary} by {self.block_tokens}, {' -> '.join(sides)}"
 
 
-@st.composite
-def stored_cases(draw: st.DrawFn) -> StoredCase:
+def stored_cases() -> st.SearchStrategy[StoredCase]:
     """Any two engines of a model with full attention and up to two other sorts of layers.
 
     States are at the ends of canonical blocks, as if passes had ended there.
     """
+    return _cases(lends=False).map(lambda drawn: drawn[0])
+
+
+def lent_cases() -> st.SearchStrategy[tuple[StoredCase, Side]]:
+    """The same, and an engine that lends all of the request."""
+    return _cases(lends=True)
+
+
+@st.composite
+def _cases(draw: st.DrawFn, *, lends: bool) -> tuple[StoredCase, Side]:
     size = draw(st.sampled_from([4, 8, 16, 24]))
     rows = draw(st.integers(1, 4))
     heads = draw(st.sampled_from([1, 2, 3, 4]))
@@ -89,7 +98,11 @@ def stored_cases(draw: st.DrawFn) -> StoredCase:
     span = boundary, boundary
     reader = draw(sides(sorts, [pair[1] for pair in blocks], span, _READER, keeps_states=True))
     held = draw(st.one_of(st.just(0), st.integers(0, boundary)))
-    return StoredCase(size, writer, reader, held, boundary, draw(st.integers(0, 99)))
+    case = StoredCase(size, writer, reader, held, boundary, draw(st.integers(0, 99)))
+    if not lends:
+        return case, writer
+    lender = sides(sorts, [pair[0] for pair in blocks], (0, boundary), _LENDER, keeps_states=True)
+    return case, draw(lender)
 
 
 @st.composite

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 
 from pdconn.lifecycle.load import LoadBeside, LoadState, StoreLoad
 from pdconn.lifecycle.sources import split_at
+from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.store.engine.loads import Loads, StoredRequest
 from pdconn.store.engine.lookups import LookupAnswer
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.rank_commands import BesideEnded, DropFetch, JoinPull, StoreCommand
-from registration.references import AttentionKind, KVCacheGroupReference
+from registration.references import KVCacheGroupReference
 
 LEAST_WAIT_S = 1.0
 """How long a pull waits for a look-up, and at least for rows."""
@@ -98,10 +98,7 @@ class LoadsBeside:
     ) -> None:
         self._loads, self._commands, self._row_tokens = loads, commands, row_tokens
         self._when = when
-        self._full = tuple(group.kind is AttentionKind.FULL for group in groups)
-        # Both sources write whole blocks: one that begins in the store's part ends there.
-        sizes = (group.block_tokens for group in groups if group.kind is AttentionKind.FULL)
-        self._unit = lcm(*sizes)
+        self._groups = groups
         self._open: dict[int, _UnderWay] = {}
 
     def __len__(self) -> int:
@@ -147,7 +144,6 @@ class LoadsBeside:
             return BesideOffer(held, answer.boundary)
         rows = self._rows(answer, pull, now)
         split = (rows[-1].index + 1) * self._row_tokens if rows else held
-        split = min(split, pull.tokens.stop) // self._unit * self._unit
         if split - held < loads.least:
             loads.counts["store_misses"] += 1
             loads.leave_load(stored)
@@ -169,9 +165,7 @@ class LoadsBeside:
         if self._when == "always":
             bytes_per_s = None
         split = split_at(pull.tokens, stored, bytes_per_s, pull.bytes_per_s)
-        return tuple(
-            answer.chain.name(RowKind.FA, index) for index in range(first, -(-split // size))
-        )
+        return tuple(answer.chain.name(RowKind.FA, index) for index in range(first, split // size))
 
     def join_pull(
         self, stored: StoredRequest, need: Need, pull: PullOutlook, now: float
@@ -191,13 +185,7 @@ class LoadsBeside:
             return None
         # A group that holds less than the others is pulled, but for what the rows reach.
         first = load.held // self._row_tokens * self._row_tokens
-        tokens = tuple(
-            range(wanted.start, joined.tokens.stop)
-            if is_full and first <= wanted.start < joined.tokens.stop
-            else range(0)
-            for is_full, wanted in zip(self._full, need.tokens, strict=True)
-        )
-        loaded = Need(tokens, need.blocks)
+        loaded = cover.first_part(need, self._groups, range(first, joined.tokens.stop))
         until, count = now + max(LEAST_WAIT_S, self._pull_s(pull)), len(joined.tokens)
         self._open[load.number] = _UnderWay(stored.request, load, until, count, count)
         self._commands.append(JoinPull(load.number, stored.request, loaded))

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdconn.planning.plan import Need
-from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.row import RowName
 from pdconn.store.rank.tasks import Problem
 from pdconn.store.rank_commands import Fetch, FetchResult, JoinPull
@@ -141,22 +140,3 @@ class FetchTable:
         if fetch.is_over:
             self._fetches.pop(fetch.fetch.number, None)
         return fetch.is_over
-
-
-def need_until(need: Need, until: int | None, block_tokens: Sequence[int]) -> Need:
-    """The part of ``need`` up to token ``until``, with the blocks that hold it.
-
-    Args:
-        need: of groups that begin anywhere, and of others that need nothing.
-        until: rounded down to whole blocks of each group; None for all of it.
-        block_tokens: of each group.
-    """
-    tokens, blocks = [], []
-    for size, wanted, listed in zip(block_tokens, need.tokens, need.blocks, strict=True):
-        # Whole blocks, and none behind: those are other sources'.
-        stop = wanted.stop if until is None else min(wanted.stop, until // size * size)
-        is_wanted = wanted.start < stop
-        tokens.append(range(wanted.start, stop) if is_wanted else range(0))
-        count = max(0, stop // size - listed.first) if is_wanted else 0
-        blocks.append(BlockList(listed.first, listed.ids[:count]))
-    return Need(tuple(tokens), tuple(blocks))

@@ -27,10 +27,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.rank.copies import HostArea, copies_of
-from pdconn.store.rank.fetches import FetchTable, FetchUnderWay, JoinedPull, need_until
+from pdconn.store.rank.fetches import FetchTable, FetchUnderWay, JoinedPull
 from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.tasks import (
     Answer,
@@ -76,9 +77,6 @@ from transport.streams import StreamPoint, stream_point
 
 log = logging.getLogger(__name__)
 
-
-NOTHING = Need((), ())
-"""What is loaded beside a pull if no row can be."""
 
 NUM_READERS = 2
 """One reads while the other verifies or loads."""
@@ -299,7 +297,7 @@ class RankStore:
         fetch = self._fetches.find_fetch(joined.join.number)
         if fetch is None:
             # Its rows were dropped in the step in which it was joined.
-            self._answers.beside.append(EndedBeside(joined.join.request, NOTHING))
+            self._answers.beside.append(EndedBeside(joined.join.request, cover.NOTHING))
             self._answers.results.append(BesideEnded(joined.join.number, 0))
         else:
             fetch.joined = joined
@@ -310,9 +308,8 @@ class RankStore:
         joined, opening = fetch.joined, self._opening
         if joined is None or opening is None or not fetch.may_copy:
             return
-        sizes = [group.block_tokens for group in self._setup.references.groups]
         end = fetch.rows_end(opening.layout.block_tokens)
-        loaded = joined.loaded = need_until(joined.join.need, end, sizes)
+        loaded = joined.loaded = cover.until(joined.join.need, self._setup.references.groups, end)
         if any(loaded.tokens):
             self._joined[joined.join.number] = fetch
             load = LoadRows(joined.join.number, joined.join.request, loaded)
@@ -325,7 +322,9 @@ class RankStore:
         joined = fetch.joined
         assert joined is not None
         joined.has_ended = True
-        self._answers.beside.append(EndedBeside(joined.join.request, joined.loaded or NOTHING))
+        self._answers.beside.append(
+            EndedBeside(joined.join.request, joined.loaded or cover.NOTHING)
+        )
         self._answer_if_over(fetch)
 
     def _answer_if_over(self, fetch: FetchUnderWay) -> None:
@@ -375,7 +374,7 @@ class RankStore:
             number = answer.number
             if number and (fetch := self._joined.pop(number, None)) is not None:
                 assert fetch.joined is not None
-                fetch.joined.loaded = NOTHING
+                fetch.joined.loaded = cover.NOTHING
                 self._end_copy(fetch)
             else:
                 answers.failed.append(answer.request)

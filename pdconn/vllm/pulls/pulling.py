@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.protocol.early import EarlyTicket, parse_early_ticket
 from pdconn.protocol.errors import TicketError
@@ -340,7 +341,7 @@ class Pulling(SchedulerPart):
         beside = None
         if self.store is not None:
             beside = self.store.join_pull(request, need, self._outlook(request, tracked))
-        rest = need if beside is None else need.without(beside)
+        rest = need if beside is None else cover.rest_of(need, beside)
         self._commands.append(ReadBlocks(name, rest, beside))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
