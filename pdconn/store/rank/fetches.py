@@ -116,7 +116,8 @@ class FetchTable:
             fetch.bad.update(dict.fromkeys(tried, problem))
         if fetch.left:
             return None
-        self.forget_if_over(fetch)
+        if fetch.joined is None:  # else its end is answered, too
+            self.forget_if_over(fetch)
         return fetch
 
     def drop_fetch(self, number: int) -> FetchUnderWay | None:
@@ -136,7 +137,5 @@ class FetchTable:
         return None if fetch.bad or fetch.is_dropped else fetch.fetch
 
     def forget_if_over(self, fetch: FetchUnderWay) -> bool:
-        """Forget a fetch whose bytes are free.  Returns whether they are."""
-        if fetch.is_over:
-            self._fetches.pop(fetch.fetch.number, None)
-        return fetch.is_over
+        """Forget a fetch whose bytes are free.  Returns whether they are since this call."""
+        return fetch.is_over and self._fetches.pop(fetch.fetch.number, None) is not None

@@ -14,9 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from pdconn.planning.plan import window_start
+from pdconn.planning.plan import Need, window_start
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.budget.locks import HeldWriter
+from pdconn.store.engine.beside import BesideOffer, PullOutlook
 from pdconn.store.engine.build import build_scheduler, groups_of
 from pdconn.store.engine.keeper_thread import Budget
 from pdconn.store.format.row import StoreLayout, store_layout
@@ -70,6 +71,15 @@ class Outcome:
     computed: int
     wrong: int
     saves: int = 0
+
+
+@dataclass
+class Pulled:
+    """What came of a request that pulls: tokens loaded beside it by rank, and wrong bytes."""
+
+    offered: int
+    loaded: tuple[int, ...]
+    wrong: int
 
 
 @dataclass
@@ -190,6 +200,69 @@ class FakeEngine:
                 self.refs[group, block] -= bool(block)
         return outcome
 
+    def pull(
+        self,
+        tokens: Sequence[int],
+        *,
+        num_local: int = 0,
+        bytes_per_s: float | None = None,
+        on_step: Callable[[], None] = lambda: None,
+        before_join: Callable[[], None] = lambda: None,
+        is_aborted: bool = False,
+    ) -> Pulled:
+        """Pull a prompt but for its last token, of a lender that has all of it.
+
+        The lender writes what the store does not, as each rank's pull does: it is told by then.
+        """
+        self._number += 1
+        name, until = f"request-{self._number}", len(tokens) - 1
+        self.store.on_new_request(
+            name, list(tokens), len(tokens), lambda: (), may_load=True, reads_files=False
+        )
+        pull = PullOutlook(range(num_local, until), bytes_per_s)
+        offers: list[BesideOffer] = []
+
+        def is_offered() -> bool:
+            offer = self.store.offer_beside(name, pull)
+            offers.extend([offer] if offer else [])
+            return offer is not None
+
+        self._until(is_offered, on_step)
+        before_join()
+        ids = self._allocate(len(tokens))
+        for position in range(num_local):
+            self._write(tokens, position, ids)
+        need = Need.for_range(num_local, until, tuple(BlockList(0, tuple(g)) for g in ids))
+        part = self.store.join_pull(name, need, pull)
+        assert not self.store.update_state_after_alloc(name, need.blocks, 0)
+        loaded = [num_local] * self.shape.tp
+        if part is not None:
+            if is_aborted:
+                self.store.request_finished(name)
+            ended: dict[int, Need] = {}
+            self._until(lambda: self._ended_beside(name, ended), on_step)
+            for rank, filled in ended.items():
+                loaded[rank] = max([num_local, *(t.stop for t in filled.tokens)])
+        for rank in range(self.shape.tp):
+            for position in range(num_local, until):
+                self._write(tokens, position, ids, [rank], is_full=position >= loaded[rank])
+        wrong = self._wrong(tokens, until, ids)
+        self.store.request_finished(name)
+        for group, held in enumerate(ids):
+            for block in held:
+                self.refs[group, block] -= bool(block)
+        counts = tuple(end - num_local for end in loaded)
+        return Pulled(offers[-1].split - num_local, counts, wrong)
+
+    def _ended_beside(self, name: str, ended: dict[int, Need]) -> bool:
+        """Take what ranks say; whether all have ended."""
+        for rank, store in enumerate(self.rank_stores):
+            for one in store.take_ended_beside():
+                assert one.request == name
+                assert rank not in ended, "a rank has ended twice"
+                ended[rank] = one.loaded
+        return len(ended) == self.shape.tp
+
     def settle(self) -> None:
         """Wait until every row is committed or given up."""
         self._until(lambda: not self.pinned and self.store.is_settled(), lambda: None)
@@ -280,12 +353,21 @@ class FakeEngine:
             for block in held.ids:
                 self.refs[group, block] -= bool(block)
 
-    def _write(self, tokens: Sequence[int], position: int, ids: list[list[int]]) -> None:
+    def _write(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        ids: list[list[int]],
+        ranks: Sequence[int] | None = None,
+        *,
+        is_full: bool = True,
+    ) -> None:
+        """Write a token's KV, on all ranks for None; ``is_full``: of full attention, too."""
         block, at = divmod(position, self.shape.block_tokens)
-        for group in range(len(self.groups)):
-            if not ids[group][block]:
+        for group, reference in enumerate(self.groups):
+            if not ids[group][block] or not (is_full or reference.window):
                 continue
-            for rank in range(self.shape.tp):
+            for rank in range(self.shape.tp) if ranks is None else ranks:
                 for layer, view in enumerate(self.kv(group, rank)):
                     view[ids[group][block], :, at] = self._label(
                         tokens, position, group, layer, rank
