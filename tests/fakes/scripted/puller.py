@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pdconn.planning import cover
 from pdconn.planning.plan import Moved, Need
 from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.ticket import Ticket
@@ -23,6 +24,7 @@ from pdconn.puller.commands import (
     ClaimTicket,
     Command,
     CompareAnew,
+    EndBeside,
     ExpectedPull,
     FailedPull,
     FailPull,
@@ -45,6 +47,8 @@ class ScriptedPull:
         is_complete: whether the lender has computed all, which a ticket says.
         failed: why it will fail; it is reported once nothing writes any more, or as quarantined.
         is_cancelled: the engine has given it up.
+        beside: what a store loads of its blocks; None without one, or once it has ended.
+        is_read: its read has settled; ``has_ended``: it has failed, and nothing is read.
     """
 
     claim: ClaimTicket
@@ -53,6 +57,9 @@ class ScriptedPull:
     is_complete: bool = False
     failed: str | None = None
     is_cancelled: bool = False
+    beside: Need | None = None
+    is_read: bool = False
+    has_ended: bool = False
 
     @property
     def request(self) -> str:
@@ -102,9 +109,11 @@ class ScriptedPuller:
                 assert pull.need is None, f"{request} reads twice"
                 is_early = pull.claim.is_awaited and not pull.is_granted
                 assert not is_early, f"{request} reads, and its claim was not granted here"
-                pull.need = need
+                pull.need, pull.beside = need, command.beside
                 if pull.failed is not None:  # the claim was refused, or lost, before
                     self._fail(pull, pull.failed)
+            case EndBeside(request=request, loaded=loaded):
+                self._end_beside(request, loaded)
             case FailPull(request=request, reason=reason):
                 assert request not in self.pulls, f"{request} fails, and its claim has not ended"
                 self._reports.append(FailedPull(request, reason))
@@ -168,12 +177,14 @@ class ScriptedPuller:
         pull = self.pulls[request]
         pull.is_complete = True
         assert pull.need is not None
-        self._write(pull)
+        if not (pull.is_read or pull.has_ended):
+            self._write(pull)
+        pull.is_read = True
         if pull.failed is not None:
             self._fail(pull, pull.failed)
-            return
-        del self.pulls[request]
-        self._reports.append(_record(request))
+        elif pull.beside is None:
+            del self.pulls[request]
+            self._reports.append(_record(request))
 
     def leave_behind(self, request: str, why: str = "the read hangs") -> None:
         """The pull is reported as failed, and its read can still write."""
@@ -184,15 +195,40 @@ class ScriptedPuller:
 
     def settle(self, number: int) -> None:
         """A read that hung has settled: it has written, and writes no more."""
-        pull = self.writing.pop(number)
-        self._write(pull)
-        self._reports.append(Released(pull.request))
+        pull = self.writing[number]
+        if not pull.is_read:
+            self._write(pull)
+        pull.is_read = True
+        if pull.beside is None:
+            self.writing.remove(pull)
+            self._reports.append(Released(pull.request))
 
     def forget_all(self) -> None:
         """The engine has slept: no pull is known any more, and nothing is reported of any."""
         assert not self.writing
         self.pulls.clear()
         self._reports.clear()
+
+    def _end_beside(self, request: str, loaded: Need) -> None:
+        """The store writes no more: what it has left of its part is read, too, and at once."""
+        behind = [pull for pull in self.writing if pull.request == request and pull.beside]
+        known = self.pulls.get(request)
+        pull = behind[0] if behind else known
+        assert pull is not None, f"{request} ends what it has not begun"
+        assert pull.beside is not None, f"{request} ends what it has not begun"
+        left = cover.left_of(pull.beside, loaded)
+        pull.beside = None
+        if behind:
+            if pull.is_read:
+                self.settle(self.writing.index(pull))
+            return
+        if pull.failed is None and any(left.tokens):
+            assert pull.need is not None
+            rest, pull.need = pull.need, left
+            self._write(pull)
+            pull.need = cover.with_left(left, rest)
+        if pull.is_read or pull.has_ended:
+            self.receive(request)
 
     def _cancel(self, request: str) -> None:
         pull = self.pulls.get(request)
@@ -206,6 +242,9 @@ class ScriptedPuller:
             pull.failed = pull.failed or "cancelled"
 
     def _fail(self, pull: ScriptedPull, why: str) -> None:
+        if pull.beside is not None:
+            pull.failed, pull.has_ended = why, True
+            return
         del self.pulls[pull.request]
         self._reports.append(FailedPull(pull.request, why))
 

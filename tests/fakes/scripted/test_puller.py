@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import (
@@ -16,6 +17,7 @@ from pdconn.puller.commands import (
     CancelPull,
     ClaimTicket,
     Command,
+    EndBeside,
     FailPull,
     ReadBlocks,
 )
@@ -27,6 +29,7 @@ from transport.testing.inprocess.transport import InProcessNetwork
 
 BLOCKS = (BlockList(0, (7, 8, 9)),)
 NEED = Need.for_range(0, 12, BLOCKS)
+STORED = Need((range(8),), BLOCKS)
 QUIET_S = 0.2
 """Of silence, after which nothing more is reported."""
 
@@ -155,9 +158,43 @@ def comes_again_under_its_name(side: Side, lent: Ticket, gone: Ticket) -> None:
     assert side.told == Told(received=["d"])
 
 
+def is_read_beside_a_store(side: Side, lent: Ticket, gone: Ticket) -> None:
+    """Nothing is reported before the store has ended; what it has left is read then."""
+    side.post(claim(lent), ReadBlocks("d", cover.rest_of(NEED, STORED), STORED))
+    side.answered()
+    side.read()
+    assert side.told == Told()
+    side.post(EndBeside("d", cover.NOTHING))
+    side.settle()
+    assert side.told == Told(received=["d"])
+
+
+def is_refused_beside_a_store(side: Side, lent: Ticket, gone: Ticket) -> None:
+    side.post(claim(gone), ReadBlocks("d", cover.rest_of(NEED, STORED), STORED))
+    side.answered()
+    side.settle()
+    assert side.told == Told()
+    side.post(EndBeside("d", STORED))
+    side.settle()
+    assert side.told == Told(failed=[("d", False)])
+
+
+def is_given_up_beside_a_store(side: Side, lent: Ticket, gone: Ticket) -> None:
+    side.post(claim(lent), ReadBlocks("d", cover.rest_of(NEED, STORED), STORED))
+    side.answered()
+    side.read()
+    side.post(CancelPull("d"))
+    side.settle()
+    assert side.told == Told()
+    side.post(EndBeside("d", STORED))
+    side.settle()
+    assert side.told == Told(failed=[("d", False)])
+
+
 SCRIPTS: list[Script] = [
     is_received, is_given_up, is_refused, is_awaited, is_awaited_in_vain, is_failed_by_the_engine,
-    comes_again_under_its_name,
+    comes_again_under_its_name, is_read_beside_a_store, is_refused_beside_a_store,
+    is_given_up_beside_a_store,
 ]  # fmt: skip
 
 
