@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from pdconn.store.settings import SAVE, SHELVES, WINDOW_EVERY, StoreSettings
+from pdconn.store.settings import BESIDE, SAVE, SHELVES, WINDOW_EVERY, StoreSettings
 
 _SIZE = "size: `20GiB`, `512 MiB`, bytes"
 _FLAG = "true, false"
@@ -67,9 +67,15 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "`auto`, true, false",
         "O_DIRECT for whole pages. `auto` uses it for what is not in the page cache.",
     ),
+    "beside": (
+        "",
+        "Whether full attention that is stored is loaded while the rest of a prompt is pulled: as "
+        "far as that takes no longer than pulling all (`auto`), `always`, or `never`. See [Beside "
+        "a pull](#beside-a-pull).",
+    ),
 }
 
-_CHOICES = {"shelf": SHELVES, "window_every": WINDOW_EVERY, "save": SAVE}
+_CHOICES = {"shelf": SHELVES, "window_every": WINDOW_EVERY, "save": SAVE, "beside": BESIDE}
 _MORE = {"window_every": ", tokens"}
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 

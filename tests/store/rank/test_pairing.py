@@ -1,4 +1,4 @@
-"""Rows as a prefill peer.  That every byte goes right is shown in tests/property/test_stored.py."""
+"""Rows as a prefill peer; tests/property/stores/test_stored.py shows that every byte goes right."""
 
 from __future__ import annotations
 

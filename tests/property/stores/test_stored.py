@@ -13,8 +13,8 @@ from pdconn.store.format.prompt_rows import pieces
 from pdconn.store.format.row import store_layout
 from registration.references import AttentionKind
 from tests.property.scale import drawn
-from tests.property.stored import Store, StoredCase, check, first_read, stored_cases
-from tests.property.wrong_stores import MUTANTS, RowUnitShort
+from tests.property.stores.stored import Store, StoredCase, check, first_read, stored_cases
+from tests.property.stores.wrong_stores import MUTANTS, RowUnitShort
 
 
 @drawn(60)

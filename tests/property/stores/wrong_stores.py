@@ -17,7 +17,7 @@ from pdconn.store.format.row import RowKind, RowLayout, Section, Slab, StoreLayo
 from pdconn.store.rank import shares as shares_module
 from pdconn.store.rank.shares import Row, RowPairing
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
-from tests.property.stored import SlabKey, Store, StoredCase
+from tests.property.stores.stored import SlabKey, Store, StoredCase
 from transport import Spans
 
 

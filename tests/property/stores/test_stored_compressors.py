@@ -13,8 +13,8 @@ import pytest
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side
-from tests.property.stored import Store, StoredCase, check
-from tests.property.wrong_stores import OtherTail
+from tests.property.stores.stored import Store, StoredCase, check
+from tests.property.stores.wrong_stores import OtherTail
 
 FULL, WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
 GROUPS = (

@@ -19,7 +19,7 @@ from pdconn.store.format.row import RowKind
 from pdconn.store.rank.shares import unsaved_layers
 from registration.references import KVCacheGroupReference
 from tests.property.oracle import UNTOUCHED, Side, _inside
-from tests.property.stored import ZERO, Labels, Store, StoredCase, _of, lent_cases
+from tests.property.stores.stored import ZERO, Labels, Store, StoredCase, _of, lent_cases
 from transport import Spans
 
 

@@ -13,8 +13,8 @@ from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.planning.planning_errors import PlanningError
 from registration.references import KVCacheGroupReference
-from tests.property.covers import Cover, Sources, check, covers
 from tests.property.scale import drawn
+from tests.property.stores.covers import Cover, Sources, check, covers
 
 
 @drawn(60)
