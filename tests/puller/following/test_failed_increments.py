@@ -12,6 +12,7 @@ import pytest
 
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Effect, Patience, Pull, PullState
+from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Completed, Granted, Grown, GrownBlocks, Opened, PullReply
 from pdconn.protocol.ticket import BlockList
@@ -29,9 +30,13 @@ DRAIN_S = 2.0
 
 
 class Following:
-    """A pull of three blocks; of the first two increments reads are in flight."""
+    """A pull of three blocks; of the first two increments reads are in flight.
 
-    def __init__(self) -> None:
+    Args:
+        beside: what a store loads of the same blocks.
+    """
+
+    def __init__(self, beside: Need | None = None) -> None:
         self.clock, self.jobs = ManualClock(100.0), list[Job]()
         me = Rank("d", 0, 1, 0, Cache("BHLNC", filled=False).references, {})
         patience = Patience(drain_s=DRAIN_S)
@@ -43,10 +48,10 @@ class Following:
             Grown("r", PULL, ()),
         )
         need = Need.for_range(0, 12, (BlockList(0, (7, 8, 9)),))
-        self.pulls.apply_command(ReadBlocks("d", need))
+        rest = need if beside is None else cover.rest_of(need, beside)
+        self.pulls.apply_command(ReadBlocks("d", rest, beside))
         self.grow(0)
         self.grow(1)
-        assert len(self.reads) == 2
 
     def dial(self, peer: Peer) -> None:
         """As the dialer of a puller: the lender is there at once."""
@@ -84,6 +89,7 @@ class Following:
 
 def posts_nothing_and_drains(further: str, *, drains_in_time: bool) -> None:
     following = Following()
+    assert len(following.reads) == 2
     following.settle(1, fails=True)
     for what in further:
         following.complete() if what == "c" else following.grow(2)
