@@ -10,6 +10,7 @@ from tests.throughput.measured.catalog import (
     interference,
     one_process,
     router,
+    stores,
     transfers,
 )
 from tests.throughput.measured.catalog.entry import Benchmark
@@ -42,6 +43,7 @@ _LIST = (
     handovers.HANDOVER,
     handovers.FOLLOWED,
     handovers.HANDOVER_RESERVED,
+    stores.COMPRESSION,
 )
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({each.name: each for each in _LIST})

@@ -1,0 +1,46 @@
+"""Benchmarks of what a store could keep in fewer bytes."""
+
+from __future__ import annotations
+
+from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, package
+
+
+def _cell(codec: str) -> str:
+    """Ratio; GB/s in and out; the same of the codec alone."""
+    whole = f"{{{codec}.compress_gbps:2}}, {{{codec}.decompress_gbps:2}}"
+    alone = f"{{{codec}.codec_compress_gbps:2}}, {{{codec}.codec_decompress_gbps:2}}"
+    return f"{{{codec}.least_ratio:.2f}}; {whole}; {alone}"
+
+
+COMPRESSION = Benchmark(
+    "compression",
+    "What does lossless compression give on rows of real models, and how fast is a core?",
+    "KV of three models whose weights packages carry (quantised files, made into bfloat16 and "
+    "float32 again), four prompts of 2048 tokens (licences, descriptions of packages, Python "
+    "sources, a chat), 8 rows each; float8 is cast from bfloat16 without a scale. Compressed at "
+    "once: one head's part of a row. A cell is the least ratio of all prompts; median GB/s "
+    "compressing and decompressing, numpy's arranging included; the same of the codec alone. "
+    "CPU time of one thread; bytes before compression.",
+    (Command("compression", "python -m tests.throughput.compression"),),
+    12,
+    (
+        Table(
+            ("compression",),
+            "rows",
+            {"dtype": "{dtype:s}", "arrangement": "{arrangement:s}", "zstd 1": _cell("zstd_1"),
+             "zstd 3": _cell("zstd_3"), "lz4": _cell("lz4"),
+             "no codec": "{none.least_ratio:.2f}; {none.compress_gbps:2}, "
+             "{none.decompress_gbps:2}"},
+        ),
+        Table(
+            ("compression",),
+            "models",
+            {"model": "{model:s}", "weights": "{weights:s}", "dtype": "{dtype:s}",
+             "perplexity": "{perplexity:3}", "exponent, bits": "{exponent}",
+             "entropy, bits": "{entropy:3}", "ratio at most": "{limit:3}"},
+        ),
+    ),
+    drop=frozenset({"samples"}),
+    packages=("numpy", "torch", "transformers", "zstandard", "lz4"),
+    needs=tuple(package(name) for name in ("zstandard", "lz4", "gguf", "accelerate")),
+)  # fmt: skip

@@ -1,0 +1,39 @@
+"""Measured tables of the stores, from a small result to the Markdown, by hand."""
+
+from __future__ import annotations
+
+from tests.throughput.measured.rendered.made import lines, made
+
+
+def test_compression() -> None:
+    cell = {
+        "least_ratio": 1.4529, "most_ratio": 1.46, "compress_gbps": 0.59, "decompress_gbps": 1.54,
+        "codec_compress_gbps": 0.671, "codec_decompress_gbps": 2.47, "misses": "speed",
+    }  # fmt: skip
+    alone = {
+        "least_ratio": 1.31, "most_ratio": 1.33, "compress_gbps": 2.02, "decompress_gbps": 6.37,
+        "codec_compress_gbps": None, "codec_decompress_gbps": None, "misses": "nothing",
+    }  # fmt: skip
+    result = {
+        "rows": [
+            {"dtype": "bf16", "arrangement": "planes", "zstd_1": cell, "zstd_3": cell,
+             "lz4": cell, "none": None},
+            {"dtype": "bf16", "arrangement": "exponents in 4 bits", "zstd_1": None,
+             "zstd_3": None, "lz4": None, "none": alone},
+        ],
+        "models": [{"model": "SmolLM2 135M", "weights": "Q4_1", "dtype": "bf16", "nbytes": 1966080,
+                    "perplexity": 12.41, "exponent": 8, "entropy": 2.449, "limit": 1.531}],
+    }  # fmt: skip
+    same = "1.45; 0.59, 1.5; 0.67, 2.5"
+    assert made("compression", compression=result) == lines(
+        f"""
+        | dtype | arrangement | zstd 1 | zstd 3 | lz4 | no codec |
+        | --- | --- | --- | --- | --- | --- |
+        | bf16 | planes | {same} | {same} | {same} | |
+        | bf16 | exponents in 4 bits | | | | 1.31; 2.0, 6.4 |
+
+        | model | weights | dtype | perplexity | exponent, bits | entropy, bits | ratio at most |
+        | --- | --- | --- | --- | --- | --- | --- |
+        | SmolLM2 135M | Q4_1 | bf16 | 12.4 | 8 | 2.45 | 1.53 |
+        """
+    )
