@@ -130,7 +130,8 @@ def join_number(plane: Bytes, rest: Bytes, dtype: np.dtype[Any]) -> Unit:
 def _paired(nibbles: Bytes) -> Bytes:
     flat = nibbles.reshape(-1)
     half = flat.size // 2
-    return flat[:half] | (flat[half:] << 4)
+    pairs: Bytes = flat[:half] | (flat[half:] << 4)
+    return pairs
 
 
 def _unpaired(pairs: Bytes) -> Bytes:
