@@ -45,6 +45,7 @@ class StoreSettings:
     min_tokens: int = 256
     direct_io: bool | Literal["auto"] = "auto"
     beside: Literal["auto", "always", "never"] = "auto"
+    key_file: str | None = None
 
 
 def read_store_settings(given: Any) -> StoreSettings:
@@ -71,6 +72,7 @@ def read_store_settings(given: Any) -> StoreSettings:
         "min_tokens": lambda value: _number(value, 0),
         "beside": lambda value: _one_of(value, BESIDE),
         "direct_io": lambda value: value if value == "auto" else _flag(value),
+        "key_file": lambda value: os.path.expanduser(_text(value)),
     }
     values = {}
     for key, value in given.items():

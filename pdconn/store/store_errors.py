@@ -29,5 +29,9 @@ class RowDamaged(StoreError):
     """The row's bytes are not those that were saved."""
 
 
+class RowLocked(StoreError):
+    """The row is encrypted with a key that we do not have."""
+
+
 class ShelfFailure(StoreError):
     """The shelf cannot be read or written now: a device error, no space, no permission."""

@@ -4,6 +4,7 @@
 
     footer      is there, whole, and of this row of this namespace     always
     slabs       have the checksums that the footer names                with the rows' layout
+    seals       fit the slabs: these were encrypted with a key of ours  with a key file, too
 
 A footer has the checksums of its slabs, but not their sizes; these are in the layout that engines
 write beside the rows of a namespace.  A layout that does not fit sound footers is ignored: with it
@@ -17,20 +18,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdconn.store.format.row import (
-    ALIGNMENT,
+from pdconn.store.format.footer import (
     TAIL_NBYTES,
     Footer,
-    RowKind,
-    RowLayout,
-    StoreLayout,
     checksum,
     decode_footer,
-    footer_nbytes,
-    num_slabs_of,
+    footer_nbytes_of,
 )
+from pdconn.store.format.row import ALIGNMENT, RowKind, RowLayout, StoreLayout
+from pdconn.store.format.seals import TAG_NBYTES, RowKeys, SlabOpener
 from pdconn.store.shelf.interface import Shelf, StoredRow
-from pdconn.store.store_errors import RowDamaged, RowMissing, ShelfFailure
+from pdconn.store.store_errors import RowDamaged, RowLocked, RowMissing, ShelfFailure
 
 _AT_ONCE = 32 << 20
 """Bytes of a row that are in memory at a time, unless one slab is larger."""
@@ -46,6 +44,8 @@ class RowState(StrEnum):
     """Footer and every slab are as saved."""
     FOOTER_GOOD = "footer good"
     """The footer is as saved; without a layout the slabs were not compared."""
+    ENCRYPTED = "encrypted"
+    """Its bytes have the checksums that the footer names; without their key no more is known."""
     DAMAGED = "damaged"
     """Its bytes are not those that were saved."""
     UNREADABLE = "unreadable"
@@ -64,29 +64,49 @@ class CheckedRow:
 
 
 def check_rows(
-    shelf: Shelf, rows: Iterable[StoredRow], layouts: Mapping[str, StoreLayout]
+    shelf: Shelf,
+    rows: Iterable[StoredRow],
+    layouts: Mapping[str, StoreLayout],
+    keys: RowKeys | None = None,
 ) -> Iterator[CheckedRow]:
-    """Check each row; ``layouts`` by namespace."""
+    """Check each row; ``layouts`` by namespace, ``keys`` of encrypted rows."""
     for row in rows:
-        yield check_row(shelf, row, layouts.get(row.namespace))
+        yield check_row(shelf, row, layouts.get(row.namespace), keys)
 
 
-def check_row(shelf: Shelf, row: StoredRow, layout: StoreLayout | None) -> CheckedRow:
+def check_row(
+    shelf: Shelf, row: StoredRow, layout: StoreLayout | None, keys: RowKeys | None = None
+) -> CheckedRow:
     """Read one row and compare it with its footer."""
     try:
-        footer = footer_of(shelf, row)
-        of_kind = _fitting(layout, row.name.kind, footer)
-        if of_kind is None:
-            why = "no layout" if layout is None else "the layout is of other rows"
-            return CheckedRow(row, RowState.FOOTER_GOOD, why)
-        _check_slabs(shelf, row, of_kind, footer)
+        state, why = _compared(shelf, row, layout, keys)
     except RowMissing:
         return CheckedRow(row, RowState.GONE)
     except RowDamaged as error:
         return CheckedRow(row, RowState.DAMAGED, str(error))
     except ShelfFailure as error:
         return CheckedRow(row, RowState.UNREADABLE, str(error))
-    return CheckedRow(row, RowState.GOOD)
+    return CheckedRow(row, state, why)
+
+
+def _compared(
+    shelf: Shelf, row: StoredRow, layout: StoreLayout | None, keys: RowKeys | None
+) -> tuple[RowState, str]:
+    """The state of a row that is not damaged, and why it is not good."""
+    footer = footer_of(shelf, row)
+    of_kind = _fitting(layout, row.name.kind, footer)
+    if of_kind is None:
+        return (
+            RowState.FOOTER_GOOD,
+            "no layout" if layout is None else "the layout is of other rows",
+        )
+    try:
+        _check_slabs(shelf, row, of_kind, footer, keys)
+    except RowLocked as error:
+        return RowState.ENCRYPTED, str(error)
+    if footer.seals is not None and keys is None:
+        return RowState.ENCRYPTED, "no key file was given"
+    return RowState.GOOD, ""
 
 
 def footer_of(shelf: Shelf, row: StoredRow) -> Footer:
@@ -100,7 +120,7 @@ def footer_of(shelf: Shelf, row: StoredRow) -> Footer:
         raise RowDamaged(f"row: expected whole pages of {ALIGNMENT} bytes, got {row.nbytes} bytes")
     last = _pages(ALIGNMENT)
     shelf.read(row.namespace, row.name, [(row.nbytes - ALIGNMENT, last)])
-    nbytes = footer_nbytes(num_slabs_of(last[-TAIL_NBYTES:]))
+    nbytes = footer_nbytes_of(last[-TAIL_NBYTES:])
     if nbytes > row.nbytes:
         raise RowDamaged(f"footer: expected {nbytes} bytes, got a row of {row.nbytes}")
     if nbytes > _MOST_FOOTER_NBYTES:
@@ -130,12 +150,21 @@ def _fitting(layout: StoreLayout | None, kind: RowKind, footer: Footer) -> RowLa
     found = None if layout is None else layout.fa if kind is RowKind.FA else layout.wa
     if found is None or found.data_nbytes != footer.data_nbytes:
         return None
+    if found.is_sealed != (footer.seals is not None):
+        return None
     return found if len(found.slabs) == len(footer.checksums) else None
 
 
-def _check_slabs(shelf: Shelf, row: StoredRow, layout: RowLayout, footer: Footer) -> None:
-    """Raises RowDamaged at the first slab whose bytes have another checksum."""
+def _check_slabs(
+    shelf: Shelf, row: StoredRow, layout: RowLayout, footer: Footer, keys: RowKeys | None
+) -> None:
+    """Raises RowDamaged at the first slab whose bytes have another checksum or seal.
+
+    Raises RowLocked where slabs were encrypted with another key.
+    """
     slabs = layout.slabs
+    locked: RowLocked | None = None
+    opener = None if keys is None else SlabOpener(keys, row.namespace, row.name)
     first = 0
     while first < len(slabs):
         start = slabs[first].offset
@@ -148,10 +177,22 @@ def _check_slabs(shelf: Shelf, row: StoredRow, layout: RowLayout, footer: Footer
         for number in range(first, until):
             slab = slabs[number]
             at = slab.offset - start
-            if checksum(data[at : at + slab.nbytes]) != footer.checksums[number]:
+            sealed = data[at : at + slab.nbytes]
+            if checksum(sealed) != footer.checksums[number]:
                 where = f"{slab.layer}, head {slab.head}"
                 raise RowDamaged(f"slab {number} ({where}): its checksum differs")
+            if opener is None or footer.seals is None or locked is not None:
+                continue
+            padded = memoryview(bytearray(bytes(sealed) + bytes(TAG_NBYTES)))
+            seal = footer.seals[number].tobytes()
+            opened = memoryview(bytearray(slab.nbytes))
+            try:
+                opener.open_slab(number, slab.offset, padded, seal, opened)
+            except RowLocked as error:
+                locked = error  # checksums of the slabs after it may still differ
         first = until
+    if locked is not None:
+        raise locked
 
 
 def _pages(nbytes: int) -> memoryview:

@@ -18,7 +18,8 @@ from pdconn.puller.warmup import Place, parse_places
 from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface
 from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.settings import StoreSettings, read_store_settings
-from pdconn.store.store_errors import StoreSettingError
+from pdconn.store.store_errors import StoreError, StoreSettingError
+from pdconn.store.store_keys import load_keys
 from pdconn.vllm.nixl.in_tree_keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
 from pdconn.vllm.values import (
     OUR_LAYOUT,
@@ -214,9 +215,13 @@ def _store(extra: Mapping[str, Any]) -> StoreSettings | None:
     if extra.get("store") is None:
         return None
     try:
-        return read_store_settings(extra["store"])
+        settings = read_store_settings(extra["store"])
+        load_keys(settings.key_file)  # a mistake is found before the model is loaded
     except StoreSettingError as error:
         raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
+    except StoreError as error:
+        raise ConfigError("store.key_file", "what can be used here", str(error)) from error
+    return settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdconn.store.format.row import Footer, RowName, encode_footer
+from pdconn.store.format.footer import Footer, encode_footer
+from pdconn.store.format.row import RowName
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.store_errors import RowDamaged
 from pdconn.store.verify import RowState, check_row, footer_of

@@ -43,7 +43,8 @@ from pdconn.store.budget.locks import (
     open_ours,
     try_lock,
 )
-from pdconn.store.format.row import RowKind, RowName, checksum
+from pdconn.store.format.footer import checksum
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.folders import is_writer, listed, read_whole, regular
 from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
 from pdconn.store.store_errors import ShelfFailure, StoreError

@@ -29,21 +29,17 @@ from pdconn.store.engine.lookups import (
 )
 from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
 from pdconn.store.engine.store_scheduler import StoreScheduler
+from pdconn.store.format.footer import row_nbytes, row_sizes
 from pdconn.store.format.prompt_rows import Spacing, pieces
-from pdconn.store.format.row import (
-    RowKind,
-    StoreLayout,
-    as_kept,
-    row_nbytes,
-    row_sizes,
-    share_layout,
-)
+from pdconn.store.format.row import RowKind, StoreLayout, as_kept, share_layout
+from pdconn.store.format.row_names import SEALED, RowNames
 from pdconn.store.rank_commands import OpenStore
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.folders import keep_layout
+from pdconn.store.shelf.folders import keep_layout, namespaces_of
 from pdconn.store.shelf.interface import Shelf
 from pdconn.store.shelf.open import open_shelf
 from pdconn.store.store_errors import FormatError
+from pdconn.store.store_keys import load_keys
 from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheGroupReference, KVCacheReferences
 
@@ -65,21 +61,26 @@ def build_scheduler(
     """A scheduler with its threads started.
 
     Args:
-        layout: of whole rows, made of ``ranks``.
-        namespace: where the engine's rows are.
+        layout: of whole rows as they are read, made of ``ranks``.
+        namespace: where the engine's rows are; the store may have another name for it.
         writer: this boot's name.
         shelf, budget: other ones than the settings say, for tests.
         note_rows: called with rows committed and gone, on the engine's thread.
 
     Raises:
         StoreError: the root cannot be opened.
+        StoreSettingError: the key file cannot be used.
     """
+    keys = load_keys(settings.key_file)
+    namespace = keys.names.in_store(namespace)
+    layout = layout if keys.rows is None else layout.sealed()
     open_it = shelf or partial(open_shelf, settings)
     open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
     if budget is None and not settings.read_only:
         budget = RootBudget(settings, writer, sum(row_sizes(layout).values()), clock, time.time)
     sizes = ShareSizes.from_shares([share_layout([rank], layout.block_tokens) for rank in ranks])
     _warn_of_little_room(settings, layout, sizes)
+    _warn_of_others(settings, keys.names)
     keeper, lookups = _start_threads(
         settings, layout, sizes, num_ranks=len(ranks), namespace=namespace, writer=writer,
         shelf=open_it, budget=budget, clock=clock, note_rows=note_rows,
@@ -87,6 +88,7 @@ def build_scheduler(
     return StoreScheduler(
         settings,
         opening=OpenStore(layout, namespace, writer, replicas_of(ranks)),
+        names=keys.names,
         spacing=Spacing.from_setting(layout, settings.window_every),
         blocks=RowBlocks(
             layout.block_tokens,
@@ -167,6 +169,28 @@ def _warn_of_little_room(settings: StoreSettings, layout: StoreLayout, sizes: Sh
             HEADROOM,
             each,
             settings.capacity,
+        )
+
+
+def _warn_of_others(settings: StoreSettings, names: RowNames) -> None:
+    """Warn of rows in the root that are misses here by their encryption, whatever their model."""
+    found = namespaces_of(settings.root)
+    sealed = [one for one in found if one.startswith(SEALED)]
+    strange = [one for one in sealed if not (names.prefix and one.startswith(names.prefix))]
+    if strange:
+        log.warning(
+            "pdconn: store: the root has rows that %s does not open, which are misses here: "
+            "root=%s namespaces=%d",
+            "store.key_file (of another names)" if names.secret else "an engine without key_file",
+            settings.root,
+            len(strange),
+        )
+    if names.secret and len(sealed) < len(found):
+        log.warning(
+            "pdconn: store: the root has rows that are not encrypted, which are misses here "
+            "(pdconn store drop removes them): root=%s namespaces=%d",
+            settings.root,
+            len(found) - len(sealed),
         )
 
 

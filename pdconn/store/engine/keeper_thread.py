@@ -36,16 +36,8 @@ from pdconn.store.engine.lookups import (
     RowsListed,
     RowsStored,
 )
-from pdconn.store.format.row import (
-    Footer,
-    RowKind,
-    RowName,
-    StoreLayout,
-    decode_note,
-    encode_footer,
-    joined,
-    row_sizes,
-)
+from pdconn.store.format.footer import Footer, encode_footer, row_sizes
+from pdconn.store.format.row import RowKind, RowName, StoreLayout
 from pdconn.store.rank_commands import SaveRow
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
@@ -276,12 +268,9 @@ class Committer:
         if row.name.kind is RowKind.WA and not self._has_full(shelf, batch.namespace, row.name):
             return None
         layout = self._layout.for_kind(row.name.kind)
-        sums = joined([decode_note(note) for note in notes], len(layout.slabs))
-        if sums is None or len(notes) < self._num_ranks:
-            raise RowDamaged(f"notes: expected {self._num_ranks} with every slab, got {len(notes)}")
-        first = row.name.index * layout.block_tokens
-        tokens = range(first, first + layout.block_tokens)
-        footer = Footer(batch.namespace, row.name, tokens, layout.data_nbytes, sums)
+        if len(notes) < self._num_ranks:
+            raise RowDamaged(f"notes: expected {self._num_ranks}, got {len(notes)}")
+        footer = Footer.from_notes(batch.namespace, row.name, layout, notes)
         data = memoryview(bytearray(encode_footer(footer)))
         shelf.write(self._writer, row.part, [(layout.data_nbytes, data)])
         nbytes = self._nbytes[row.name.kind]

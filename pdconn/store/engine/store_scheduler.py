@@ -23,8 +23,9 @@ from pdconn.store.engine.beside import BesideOffer, LoadsBeside, PullOutlook
 from pdconn.store.engine.loads import Loads, StoredRequest
 from pdconn.store.engine.lookups import Extras, Lookups
 from pdconn.store.engine.saves import Keeper, RowBlocks, Save, Saves, Saving
-from pdconn.store.format.prompt_rows import Chain, Spacing, pieces
+from pdconn.store.format.prompt_rows import Spacing, pieces
 from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.format.row_names import RowNames
 from pdconn.store.rank_commands import (
     BesideEnded,
     FetchResult,
@@ -40,6 +41,7 @@ class StoreScheduler:
 
     Args:
         opening: sent to every rank first.
+        names: of rows and namespaces.
         spacing, blocks: where windows are saved, and which blocks rows are made of.
         lookups, keeper: the threads.
         clock: seconds that never go back.
@@ -54,13 +56,14 @@ class StoreScheduler:
         settings: StoreSettings,
         *,
         opening: OpenStore,
+        names: RowNames,
         spacing: Spacing,
         blocks: RowBlocks,
         lookups: Lookups,
         keeper: Keeper,
         clock: Callable[[], float],
     ) -> None:
-        self._settings, self._opening = settings, opening
+        self._settings, self._opening, self._names = settings, opening, names
         self._lookups, self._keeper, self._clock = lookups, keeper, clock
         self._requests: dict[str, StoredRequest] = {}
         # One list: after a reset ranks must drop rows of before, and then look for others.
@@ -97,11 +100,13 @@ class StoreScheduler:
         num_prompt_tokens: int,
         extras: Extras,
         *,
+        cache_salt: str | None = None,
         may_load: bool,
         reads_files: bool,
     ) -> None:
         """Add a request; it is looked up when the engine first asks."""
-        saving = Saving(Chain(self._opening.layout.block_tokens), num_prompt_tokens)
+        chain = self._names.chain(self._opening.layout.block_tokens, cache_salt)
+        saving = Saving(chain, num_prompt_tokens)
         self._requests[request] = StoredRequest(
             request, tokens, num_prompt_tokens, extras, may_load, reads_files, saving
         )
@@ -220,6 +225,7 @@ class StoreScheduler:
         """
         for stored in self._requests.values():
             self.loads.leave_load(stored)
+        namespace = self._names.in_store(namespace)
         self._keeper.change_namespace(namespace)
         opening = self._opening
         self._opening = OpenStore(opening.layout, namespace, opening.writer, opening.replicas)

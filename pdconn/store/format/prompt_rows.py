@@ -5,6 +5,8 @@ media, cache salt), and of the key before it, so equal keys mean equal prefixes:
 
     key[i] = SHA-256(key[i-1] | tokens of block i | extra of block i)[:16]
 
+With a secret it is an HMAC of these (:mod:`pdconn.store.format.row_names`).
+
 The chain is ours and not vLLM's, which depends on the engine's block size and hash seed.  What
 is equal for every prompt of a model (weights, dtype, rotary embedding) is in the *namespace*.
 
@@ -22,11 +24,14 @@ unit.
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from pdconn.store.format.footer import row_nbytes
 from pdconn.store.format.row import (
     KEY_NBYTES,
     NO_KEY,
@@ -35,7 +40,6 @@ from pdconn.store.format.row import (
     RowName,
     Section,
     StoreLayout,
-    row_nbytes,
 )
 from registration.references import AttentionKind
 
@@ -44,15 +48,22 @@ _AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Keys of a prompt's whole canonical blocks, in order."""
+    """Keys of a prompt's whole canonical blocks, in order.
+
+    Attributes:
+        tenant: the label of the prompt's tenant; none for prompts of nobody in particular.
+        secret: what keys are made with; none where they are plain digests.
+    """
 
     block_tokens: int
     keys: tuple[bytes, ...] = ()
+    tenant: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
 
     def name(self, kind: RowKind, index: int) -> RowName:
         """The row of block ``index``."""
         parent = self.keys[index - 1] if index else NO_KEY
-        return RowName(kind, self.keys[index], parent, index)
+        return RowName(kind, self.keys[index], parent, index, self.tenant)
 
     def extended(
         self, tokens: Sequence[int], until: int | None = None, extras: Sequence[bytes] = ()
@@ -75,13 +86,18 @@ class Chain:
             ids = np.asarray(tokens[first * size : stop * size], dtype="<u4").tobytes()
             for index in range(first, stop):
                 start = (index - first) * 4 * size
-                digest = hashlib.sha256(parent)
+                digest = self._digest_after(parent)
                 digest.update(ids[start : start + 4 * size])
                 if index < len(extras):
                     digest.update(extras[index])
                 parent = digest.digest()[:KEY_NBYTES]
                 made.append(parent)
-        return Chain(size, tuple(made)) if len(made) > len(self.keys) else self
+        return replace(self, keys=tuple(made)) if len(made) > len(self.keys) else self
+
+    def _digest_after(self, parent: bytes) -> Any:
+        if self.secret:
+            return hmac.new(self.secret, parent, "sha256")
+        return hashlib.sha256(parent)
 
 
 IsThere = Callable[[RowKind, int], bool]

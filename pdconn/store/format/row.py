@@ -1,4 +1,4 @@
-"""One row: its name, the layout of its bytes, and the footer that says what it is.
+"""One row: its name, and the layout of its bytes.
 
 A row is head-major, so that the heads of one tensor-parallel rank are one range of it whatever
 the sizes of the engines that write and read::
@@ -21,37 +21,23 @@ The layout is made from the references of all ranks of an engine, and is the sam
 of any TP size, PP size, layout and block size (but for opaque blocks), since it is ordered by
 layer names and model-wide heads.
 
-The footer, whole pages, follows the data::
-
-    | data, whole pages | checksums, 8 bytes a slab | meta (msgpack) | zeros | tail, 32 bytes |
-                        ^ layout.data_nbytes                                 ^ end of the row
-
-The tail holds a magic number, the length of the meta, and a checksum of everything else in the
-footer, so a footer that is cut, flipped, or of another row is detected.  A slab's checksum
-is XXH3-64 of its bytes without the padding after it: 25 GB/s on one core, and each rank can
-verify its own slabs alone.
-
-A *note* is what a rank writes beside a part: the numbers and checksums of the slabs it wrote.
+The footer is described in :mod:`pdconn.store.format.footer`.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import gcd
-from typing import Any
 
 import msgspec
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
+from msgspec import structs
 
-from pdconn.store.store_errors import FormatError, RowDamaged
+from pdconn.store.store_errors import FormatError
 from registration.references import (
     AttentionKind,
     KVCacheDataReference,
@@ -63,7 +49,10 @@ KEY_NBYTES = 16
 NO_KEY = bytes(KEY_NBYTES)
 """The parent of a prompt's first row."""
 
-_FILE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.(\d{1,8})")
+TENANT_NBYTES = 8
+"""Of the label of a tenant."""
+
+_FILE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.(\d{1,8})(?:\.([0-9a-f]{16}))?")
 
 
 class RowKind(StrEnum):
@@ -77,13 +66,16 @@ class RowKind(StrEnum):
 class RowName:
     """A row of one namespace: tokens ``[index * block_tokens, (index + 1) * block_tokens)``.
 
-    ``key`` and ``parent`` are 16 bytes; ``parent`` is the key of block ``index - 1``.
+    ``key`` and ``parent`` are 16 bytes; ``parent`` is the key of block ``index - 1``.  ``tenant``
+    is the label of the tenant whose prompt it is, 8 bytes, or empty: a row belongs to one tenant,
+    since its key depends on the cache salt.
     """
 
     kind: RowKind
     key: bytes
     parent: bytes
     index: int
+    tenant: bytes = b""
 
     def __post_init__(self) -> None:
         for field in ("key", "parent"):
@@ -91,11 +83,14 @@ class RowName:
                 raise FormatError(field, f"{KEY_NBYTES} bytes", getattr(self, field))
         if self.index < 0:
             raise FormatError("index", "0 or more", self.index)
+        if len(self.tenant) not in (0, TENANT_NBYTES):
+            raise FormatError("tenant", f"none or {TENANT_NBYTES} bytes", self.tenant)
 
     @property
     def file_name(self) -> str:
         """The row's name among files or objects of its kind: a listing shows the chains."""
-        return f"{self.key.hex()}.{self.parent.hex()}.{self.index}"
+        name = f"{self.key.hex()}.{self.parent.hex()}.{self.index}"
+        return f"{name}.{self.tenant.hex()}" if self.tenant else name
 
     @classmethod
     def from_file_name(cls, kind: RowKind, file_name: str) -> RowName | None:
@@ -103,8 +98,9 @@ class RowName:
         match = _FILE.fullmatch(file_name)
         if match is None:
             return None
-        key, parent, index = match.groups()
-        return cls(kind, bytes.fromhex(key), bytes.fromhex(parent), int(index))
+        key, parent, index, tenant = match.groups()
+        owner = bytes.fromhex(tenant or "")
+        return cls(kind, bytes.fromhex(key), bytes.fromhex(parent), int(index), owner)
 
 
 ALIGNMENT = 4096
@@ -163,12 +159,16 @@ class Section(msgspec.Struct, frozen=True):
         return sum(aligned(self.slab_nbytes(layer)) for layer in self.layers)
 
 
-class RowLayout(msgspec.Struct, frozen=True, dict=True):
-    """Sections of one kind of row.  Slabs are numbered by section, head, layer."""
+class RowLayout(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
+    """Sections of one kind of row.  Slabs are numbered by section, head, layer.
+
+    ``is_sealed``: slabs are encrypted, and the footer holds a seal of each.
+    """
 
     kind: RowKind
     block_tokens: int
     sections: tuple[Section, ...]
+    is_sealed: bool = False
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -234,6 +234,11 @@ class StoreLayout(msgspec.Struct, frozen=True):
     def block_tokens(self) -> int:
         """Tokens of a canonical block."""
         return self.fa.block_tokens
+
+    def sealed(self) -> StoreLayout:
+        """The same rows, encrypted."""
+        wa = None if self.wa is None else structs.replace(self.wa, is_sealed=True)
+        return StoreLayout(structs.replace(self.fa, is_sealed=True), wa)
 
     def encoded(self) -> bytes:
         """The same bytes for equal layouts: part of the namespace."""
@@ -379,179 +384,3 @@ def _natural(name: tuple[str, int]) -> tuple[list[tuple[bool, int, str]], int]:
     """Orders layer names by the numbers in them, and chunks within a layer."""
     parts = re.split(r"(\d+)", name[0])
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts], name[1]
-
-
-FORMAT_VERSION = 1
-_MAGIC = b"pdconnS1"
-_TAIL = struct.Struct("<8sIIQQ")
-_META_NBYTES = 1024
-"""Room for the meta: namespace, keys and numbers take about 200 bytes."""
-
-U64 = NDArray[np.uint64]
-
-
-class _Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int
-    namespace: str
-    kind: RowKind
-    key: bytes
-    parent: bytes
-    index: int
-    first_token: int
-    until_token: int
-    data_nbytes: int
-
-
-# Made here: two threads that decode a type with an enum for the first time crash in msgspec.
-_DECODER = msgspec.msgpack.Decoder(_Meta)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Footer:
-    """What identifies a row.  ``checksums`` has one uint64 per slab, in their order."""
-
-    namespace: str
-    name: RowName
-    tokens: range
-    data_nbytes: int
-    checksums: U64
-
-
-def checksum(data: Any) -> int:
-    """XXH3-64 of the bytes of ``data``, anything with a buffer."""
-    return xxhash.xxh3_64_intdigest(data)
-
-
-def footer_nbytes(num_slabs: int) -> int:
-    """Bytes of the footer of a row of so many slabs, whole pages."""
-    return aligned(8 * num_slabs + _META_NBYTES + _TAIL.size)
-
-
-def row_nbytes(layout: RowLayout) -> int:
-    """Bytes of a whole row, data and footer."""
-    return layout.data_nbytes + footer_nbytes(len(layout.slabs))
-
-
-def row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
-    """Bytes of a row of each kind with its footer."""
-    sizes = {RowKind.FA: row_nbytes(layout.fa)}
-    if layout.wa is not None:
-        sizes[RowKind.WA] = row_nbytes(layout.wa)
-    return sizes
-
-
-def encode_footer(footer: Footer) -> bytes:
-    """The bytes that follow the row's data, whole pages."""
-    meta = msgspec.msgpack.encode(
-        _Meta(
-            FORMAT_VERSION,
-            footer.namespace,
-            footer.name.kind,
-            footer.name.key,
-            footer.name.parent,
-            footer.name.index,
-            footer.tokens.start,
-            footer.tokens.stop,
-            footer.data_nbytes,
-        )
-    )
-    if len(meta) > _META_NBYTES:
-        raise ValueError(f"namespace: expected a short one, got {len(footer.namespace)} characters")
-    sums = footer.checksums.astype("<u8").tobytes()
-    body = sums + meta
-    body += bytes(footer_nbytes(len(footer.checksums)) - _TAIL.size - len(body))
-    num_slabs = len(footer.checksums)
-    fields = _MAGIC, num_slabs, len(meta), footer.data_nbytes
-    return body + _TAIL.pack(*fields, _digest(body, *fields))
-
-
-def decode_footer(data: bytes | memoryview) -> Footer:
-    """The footer in the last bytes of a row; ``data`` may begin before it.
-
-    Raises:
-        RowDamaged: it is cut, flipped, or of another version.
-    """
-    view = memoryview(data).cast("B")
-    if len(view) < _TAIL.size:
-        raise RowDamaged(f"footer: expected at least {_TAIL.size} bytes, got {len(view)}")
-    magic, num_slabs, meta_nbytes, data_nbytes, digest = _TAIL.unpack(view[-_TAIL.size :])
-    if magic != _MAGIC:
-        raise RowDamaged(f"footer: expected {_MAGIC!r} at its end, got {magic!r}")
-    nbytes = footer_nbytes(num_slabs)
-    if nbytes > len(view):
-        raise RowDamaged(f"footer: expected {nbytes} bytes, got {len(view)}")
-    body = view[len(view) - nbytes : -_TAIL.size]
-    if _digest(body, magic, num_slabs, meta_nbytes, data_nbytes) != digest:
-        raise RowDamaged("footer: its checksum differs")
-    sums = np.frombuffer(body[: 8 * num_slabs], dtype="<u8").astype(np.uint64)
-    try:
-        meta = _DECODER.decode(body[8 * num_slabs :][:meta_nbytes])
-        name = RowName(meta.kind, meta.key, meta.parent, meta.index)
-    except (msgspec.MsgspecError, UnicodeDecodeError, FormatError) as error:
-        raise RowDamaged(f"footer: {error}") from error
-    if meta.version != FORMAT_VERSION:
-        raise RowDamaged(f"footer: expected version {FORMAT_VERSION}, got {meta.version}")
-    tokens = range(meta.first_token, meta.until_token)
-    return Footer(meta.namespace, name, tokens, data_nbytes, sums)
-
-
-def _digest(body: bytes | memoryview, *fields: Any) -> int:
-    """The checksum of a footer, its tail's other fields among it."""
-    return checksum(b"".join((body, _TAIL.pack(*fields, 0))))
-
-
-def num_slabs_of(tail: bytes | memoryview) -> int:
-    """The number of slabs in a footer's last 32 bytes, from which its length follows.
-
-    Raises:
-        RowDamaged: they are not a footer's end.
-    """
-    magic, num_slabs, *_ = _TAIL.unpack(memoryview(tail).cast("B")[-_TAIL.size :])
-    if magic != _MAGIC:
-        raise RowDamaged(f"footer: expected {_MAGIC!r} at its end, got {magic!r}")
-    return int(num_slabs)
-
-
-TAIL_NBYTES = _TAIL.size
-
-
-def encode_note(sums: Mapping[int, int]) -> bytes:
-    """A rank's note: checksums by slab number, none where it wrote none."""
-    columns = np.array([list(sums), list(sums.values())], dtype="<u8")
-    body = columns.tobytes()
-    return b"ok" + struct.pack("<Q", checksum(body)) + body
-
-
-def failed_note(why: str) -> bytes:
-    """The note of a rank that could not write."""
-    return b"no" + why.encode()[:200]
-
-
-def decode_note(note: bytes) -> dict[int, int]:
-    """Checksums by slab number.
-
-    Raises:
-        RowDamaged: the rank failed, or the note is not whole.
-    """
-    if note[:2] == b"no":
-        raise RowDamaged(f"a rank could not write: {note[2:].decode(errors='replace')}")
-    body = note[10:]
-    if note[:2] != b"ok" or len(body) % 16 or struct.pack("<Q", checksum(body)) != note[2:10]:
-        raise RowDamaged("note: its checksum differs")
-    columns = np.frombuffer(body, dtype="<u8").reshape(2, -1)
-    return dict(zip(columns[0].tolist(), columns[1].tolist(), strict=True))
-
-
-def joined(notes: Sequence[Mapping[int, int]], num_slabs: int) -> U64 | None:
-    """Checksums of all slabs of a row from the notes of all ranks; None if some are missing."""
-    sums = np.zeros(num_slabs, dtype=np.uint64)
-    seen = np.zeros(num_slabs, dtype=bool)
-    for note in notes:
-        if not note:
-            continue
-        if max(note) >= num_slabs:  # numbers of any size: another process wrote them
-            return None
-        numbers = np.fromiter(note.keys(), dtype=np.int64)
-        sums[numbers] = np.fromiter(note.values(), dtype=np.uint64)
-        seen[numbers] = True
-    return sums if seen.all() else None

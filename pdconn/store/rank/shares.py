@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from pdconn.planning.plan import Gaps, Need, Pairing
 from pdconn.protocol.ticket import BlockList
+from pdconn.store.format.footer import checksum, decode_footer, footer_nbytes
 from pdconn.store.format.row import (
     ALIGNMENT,
     RowKind,
@@ -47,14 +48,11 @@ from pdconn.store.format.row import (
     Section,
     aligned,
     as_kept,
-    checksum,
-    decode_footer,
-    footer_nbytes,
     row_kind,
     share_layout,
 )
 from pdconn.store.rank_commands import OpenStore
-from pdconn.store.store_errors import FormatError, RowDamaged
+from pdconn.store.store_errors import FormatError, RowDamaged, RowLocked
 from registration.references import (
     AttentionKind,
     KVCacheDataReference,
@@ -419,7 +417,7 @@ class RowShare:
     @cached_property
     def footer_nbytes(self) -> int:
         """Bytes of a row's footer, which follows its data."""
-        return footer_nbytes(len(self.whole.slabs))
+        return footer_nbytes(len(self.whole.slabs), is_sealed=self.whole.is_sealed)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -447,16 +445,12 @@ class RowShare:
 
         Raises:
             RowDamaged: naming what differs.
+            RowLocked: they are encrypted.
         """
         found = decode_footer(footer)
-        for field, expected, seen in (
-            ("namespace", namespace, found.namespace),
-            ("name", name, found.name),
-            ("data_nbytes", self.whole.data_nbytes, found.data_nbytes),
-            ("slabs", len(self.whole.slabs), len(found.checksums)),
-        ):
-            if expected != seen:
-                raise RowDamaged(f"footer: {field}: expected {expected}, got {seen}")
+        found.check_row(namespace, name, self.whole)
+        if found.seals is not None:
+            raise RowLocked("encrypted, and there is no key")
         sums = np.array([checksum(data[at]) for at in self._bounds], dtype=np.uint64)
         wrong = np.flatnonzero(sums != found.checksums[self._numbers])
         if len(wrong):

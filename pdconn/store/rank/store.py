@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.store.budget.locks import HeldWriter
+from pdconn.store.format.seals import RowKeys
 from pdconn.store.rank.copies import HostArea, copies_of
 from pdconn.store.rank.fetches import FetchTable, FetchUnderWay, JoinedPull
 from pdconn.store.rank.shares import OpenedRank
@@ -70,6 +71,8 @@ from pdconn.store.rank_commands import (
 )
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.interface import Shelf
+from pdconn.store.store_errors import FormatError
+from pdconn.store.store_keys import load_keys
 from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheReferences
 from transport import Device
@@ -95,6 +98,7 @@ class RankSetup:
         rank: its number among the ranks of :attr:`OpenStore.replicas`.
         open_shelf: opens a shelf for one thread.
         hold: locks the account of a writer, so that it counts as alive.
+        keys: rows are encrypted with; None where they are not.
     """
 
     settings: StoreSettings
@@ -102,6 +106,20 @@ class RankSetup:
     rank: int
     open_shelf: Callable[[], Shelf]
     hold: Callable[[str], HeldWriter] | None
+    keys: RowKeys | None
+
+    def open_rank(self, opening: OpenStore) -> OpenedRank:
+        """Match this rank's memory with the engine's rows.
+
+        Raises:
+            FormatError: they do not fit, or the scheduler encrypts rows and this rank does not.
+            Incompatible: the share is of other memory.
+        """
+        is_sealed = opening.layout.fa.is_sealed
+        if is_sealed != (self.keys is not None):
+            expected = "a key here, as the scheduler has one" if is_sealed else "none"
+            raise FormatError("store.key_file", expected, "another setting")
+        return OpenedRank.from_opening(opening, self.references, self.rank)
 
     @property
     def device(self) -> Device:
@@ -140,6 +158,9 @@ class RankStore:
 
     Args:
         settings, references, rank, open_shelf, hold: those of :class:`RankSetup`.
+
+    Raises:
+        StoreSettingError, StoreError: the key file cannot be used.
     """
 
     def __init__(
@@ -151,7 +172,8 @@ class RankStore:
         *,
         hold: Callable[[str], HeldWriter] | None = None,
     ) -> None:
-        self._setup = RankSetup(settings, references, rank, open_shelf, hold)
+        keys = load_keys(settings.key_file).rows
+        self._setup = RankSetup(settings, references, rank, open_shelf, hold, keys)
         self._opening: OpenStore | None = None
         self._outbox: Box[TaskReport | ThreadDied] = Box()
         self._to_read: Box[ReadTask] = Box()
@@ -195,8 +217,10 @@ class RankStore:
             return
         held, self._held = self._held, []
         after = stream_point(self._setup.device)
+        # Rows of a namespace that has changed since they were posted are not committed.
+        namespace = self._opening.namespace if self._opening else ""
         for save in held:
-            task = SaveUnderWay(save, after)
+            task = SaveUnderWay(save, after, namespace)
             if WRITER in self._workers:
                 self._to_write.put(task)
             else:
@@ -464,15 +488,16 @@ class _ReaderBegin:
 
     def __call__(self) -> tuple[Callable[[ReadTask], None], Callable[[], None]]:
         setup = self.setup
-        opened = OpenedRank.from_opening(self.opening, setup.references, setup.rank)
+        opened = setup.open_rank(self.opening)
         copies = copies_of(setup.references.memories())
         staging = self.staging
         if staging is None:
             staging = setup.new_area(setup.settings.staging)
             self.reports.answer(StagingReady(staging))
         reader = RowReader(
-            opened, staging, self.inbox, self.reports, open_shelf=setup.open_shelf, copies=copies
-        )
+            opened, staging, self.inbox, self.reports, open_shelf=setup.open_shelf,
+            copies=copies, keys=setup.keys,
+        )  # fmt: skip
         return reader.do_read, reader.close
 
 
@@ -491,7 +516,7 @@ class _WriterBegin:
 
     def __call__(self) -> tuple[Callable[[SaveUnderWay], None], Callable[[], None]]:
         setup = self.setup
-        opened = OpenedRank.from_opening(self.opening, setup.references, setup.rank)
+        opened = setup.open_rank(self.opening)
         writer = RowWriter(
             opened,
             setup.new_area(opened.most_nbytes),
@@ -499,5 +524,6 @@ class _WriterBegin:
             setup.open_shelf,
             copies_of(setup.references.memories()),
             held=None if setup.hold is None else setup.hold(opened.writer),
+            keys=setup.keys,
         )
         return writer.do_save, writer.close

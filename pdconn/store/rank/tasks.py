@@ -9,7 +9,8 @@
                                                       error, or if the thread could not begin
 
     RowReader    rows ──read, verify──► staging ──► KV blocks
-    RowWriter    KV blocks ──gather──► buffer ──checksums──► Shelf.write ──► Shelf.put_note
+                 encrypted rows ──read──► another buffer ──decrypt, verify──► staging
+    RowWriter    KV blocks ──gather──► buffer (encrypt) ──checksums──► Shelf.write, Shelf.put_note
                               └ after the last row: SaveResult, the blocks may be freed
 
 Several readers take rows from one box, so that one reads while another verifies.
@@ -34,8 +35,11 @@ from pdconn.integrity.zeros import fill_with_zeros
 from pdconn.planning.planning_errors import PlanningError
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.format.row import RowKind, checksum, encode_note, failed_note, row_nbytes
+from pdconn.store.format.footer import checksum, encode_note, failed_note, row_nbytes
+from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.format.seals import TAG_NBYTES, RowKeys
 from pdconn.store.rank.copies import Copies, HostArea
+from pdconn.store.rank.sealed_shares import open_row, seal_slabs
 from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
 from pdconn.store.rank_commands import (
     Fetch,
@@ -47,7 +51,7 @@ from pdconn.store.rank_commands import (
 )
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.interface import Shelf
-from pdconn.store.store_errors import RowDamaged, RowMissing, StoreError
+from pdconn.store.store_errors import RowDamaged, RowLocked, RowMissing, StoreError
 from pdconn.threads import Box
 from transport import Spans
 from transport.streams import StreamPoint
@@ -278,6 +282,7 @@ class RowReader:
         inbox: gets the rows of a fetch, before all that waits.
         open_shelf: opens the thread's own shelf, at the first row and again after a failure.
         copies: the thread's own, to KV memory.
+        keys: those of rows that are encrypted.
     """
 
     def __init__(
@@ -289,11 +294,14 @@ class RowReader:
         *,
         open_shelf: Callable[[], Shelf],
         copies: Copies,
+        keys: RowKeys | None = None,
     ) -> None:
         self._opened, self._staging = opened, staging
         self._inbox, self._reports = inbox, reports
         self._open_shelf, self._copies = open_shelf, copies
         self._footer = HostArea(opened.most_footer_nbytes)
+        self._keys = keys
+        self._sealed = None if keys is None else HostArea(opened.most_nbytes + TAG_NBYTES)
         self._shelf: Shelf | None = None
 
     def close(self) -> None:
@@ -357,12 +365,13 @@ class RowReader:
         share = self._opened.kinds[name.kind].share
         if not share.slabs:
             return None
-        data = self._staging.bytes_at(task.offset, share.nbytes)
-        footer = self._footer.bytes_at(0, share.footer_nbytes)
         try:
-            self._own_shelf().read(task.of.namespace, name, share.ranges(data, footer))
-            share.verify_row(data, footer, task.of.namespace, name)
+            self._read_share(share, self._staging.bytes_at(task.offset, share.nbytes), task)
         except RowMissing:
+            return Problem.MISSING
+        except RowLocked as error:
+            self._reports.add_counts(rows_locked=1)
+            self._reports.warn("a row cannot be decrypted: row=%s: %s", name.file_name, error)
             return Problem.MISSING
         except RowDamaged as error:
             self._reports.warn("a damaged row: row=%s: %s", name.file_name, error)
@@ -373,6 +382,18 @@ class RowReader:
             return Problem.MISSING
         self._reports.add_counts(rows_read=1, bytes_read=share.nbytes + share.footer_nbytes)
         return None
+
+    def _read_share(self, share: RowShare, data: memoryview, task: ReadRow) -> None:
+        """Fill ``data`` with our share of a row, decrypted and verified."""
+        namespace, name = task.of.namespace, task.of.fetch.rows[task.place]
+        footer = self._footer.bytes_at(0, share.footer_nbytes)
+        if self._keys is None or self._sealed is None:
+            self._own_shelf().read(namespace, name, share.ranges(data, footer))
+            share.verify_row(data, footer, namespace, name)
+            return
+        sealed = self._sealed.bytes_at(0, share.nbytes + TAG_NBYTES)
+        self._own_shelf().read(namespace, name, share.ranges(sealed, footer))
+        open_row(share, sealed, footer, namespace, name, keys=self._keys, into=data)
 
     def _load(self, task: LoadFetched) -> None:
         load = task.load
@@ -415,6 +436,7 @@ class SaveUnderWay:
 
     save: SaveRows
     after: StreamPoint | None
+    namespace: str
     noted: int = 0
     is_read: bool = False
 
@@ -426,6 +448,7 @@ class RowWriter:
         open_shelf: opens the thread's own shelf, at the first row and again after a failure.
         copies: the thread's own, from KV memory.
         held: the lock of the writer's account; None for a store without accounts.
+        keys: rows are encrypted with; None where they are saved as they are.
     """
 
     def __init__(
@@ -437,9 +460,13 @@ class RowWriter:
         copies: Copies,
         *,
         held: HeldWriter | None,
+        keys: RowKeys | None = None,
     ) -> None:
         self._opened, self._buffer, self._reports = opened, buffer, reports
         self._open_shelf, self._copies, self._held = open_shelf, copies, held
+        self._keys = keys
+        # What is written: the buffer itself, or what it holds, encrypted, in another one.
+        self._written = buffer if keys is None else HostArea(buffer.nbytes + TAG_NBYTES)
         self._shelf: Shelf | None = None
 
     def close(self) -> None:
@@ -472,8 +499,9 @@ class RowWriter:
                 self._gather(task.save, row, share)
             if is_last:
                 answer_save(task, self._reports)
+            seals = self._seal(task.namespace, row.name, share, slabs)
             sums = {
-                slab.number: checksum(self._buffer.bytes_at(slab.offset, slab.nbytes))
+                slab.number: checksum(self._written.bytes_at(slab.offset, slab.nbytes))
                 for slab in slabs
             }
             if self._held is not None:
@@ -484,7 +512,7 @@ class RowWriter:
         except (StoreError, PlanningError) as error:
             self._reports.warn("a row was not saved: row=%s: %s", row.name.file_name, error)
             return self._failure(row, str(error))
-        return encode_note(sums)
+        return encode_note(sums, seals)
 
     def _gather(self, save: SaveRows, row: SaveRow, share: RowShare) -> None:
         """Fill the buffer with our share of a row: KV, and zeros where there is none."""
@@ -495,9 +523,22 @@ class RowWriter:
         for spans in parts:
             self._copies.copy_out(spans)
 
+    def _seal(
+        self, namespace: str, name: RowName, share: RowShare, slabs: tuple[OwnSlab, ...]
+    ) -> dict[int, bytes] | None:
+        """Encrypt slabs that were gathered.  Returns their seals; None where rows have none."""
+        if self._keys is None:
+            return None
+        # A new one each time, also for a row that could not be written just before: no nonce is
+        # used again.
+        sealer = self._keys.new_sealer(namespace, name)
+        data = self._buffer.bytes_at(0, share.nbytes)
+        into = self._written.bytes_at(0, share.nbytes + TAG_NBYTES)
+        return seal_slabs(slabs, data, sealer, into)
+
     def _write(self, row: SaveRow, slabs: tuple[OwnSlab, ...]) -> None:
         ranges = [
-            (at, self._buffer.bytes_at(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
+            (at, self._written.bytes_at(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
         ]
         self._own_shelf().write(self._opened.writer, row.part, ranges)
         nbytes = sum(len(view) for _, view in ranges)

@@ -193,6 +193,19 @@ def is_namespace(name: str) -> bool:
     return _NAMESPACE.fullmatch(name) is not None
 
 
+def namespaces_of(root: str | os.PathLike[str]) -> list[str]:
+    """Names of a root's namespaces that may have rows, of this machine's engines.
+
+    Raises:
+        ShelfFailure: the root cannot be listed.
+    """
+    top = os.path.join(root, "rows")
+    try:
+        return sorted(filter(is_namespace, subfolders(top)))
+    except OSError as error:
+        raise failure("list", top, error) from error
+
+
 def listed(folder: str) -> list[os.DirEntry[str]]:
     """What a folder holds; nothing if it is gone.
 

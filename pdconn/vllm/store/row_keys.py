@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from pdconn.protocol.compat import DRAFT, WEIGHTS
-from pdconn.store.format.row import FORMAT_VERSION, StoreLayout
+from pdconn.store.format.footer import FORMAT_VERSION
+from pdconn.store.format.row import StoreLayout
 from pdconn.vllm.blocks.drafts import drafter
 from pdconn.vllm.identity.adapters import adapter_digest
 from pdconn.vllm.identity.weights import Weights, is_commit

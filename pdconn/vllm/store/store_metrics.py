@@ -42,6 +42,10 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:store_rows_damaged",
         "Rows whose bytes were not those saved, per rank; they are removed.",
     ),
+    "store_rows_locked": (
+        "pdconn:store_rows_locked",
+        "Rows encrypted with a key that is not in the store's key file, per rank.",
+    ),
     "store_rows_committed": ("pdconn:store_rows_committed", "Rows saved."),
     "store_saves_skipped": (
         "pdconn:store_saves_skipped",

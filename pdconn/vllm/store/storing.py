@@ -191,6 +191,7 @@ class Storing(SchedulerPart):
             request.all_token_ids,
             request.num_prompt_tokens,
             partial(extras_of, request, self._settings.block_tokens),
+            cache_salt=request.cache_salt,
             may_load=not request.skip_reading_prefix_cache,
             reads_files=request.lora_request is not None,
         )

@@ -155,7 +155,7 @@ def versions() -> str:
     from pdconn.protocol.auth import VERSION
     from pdconn.protocol.messages import PROTOCOL_VERSION
     from pdconn.protocol.ticket import TICKET_VERSION
-    from pdconn.store.format.row import FORMAT_VERSION
+    from pdconn.store.format.footer import FORMAT_VERSION
     from pdconn.store.shelf.folders import ROOT_VERSION
     from transport.ucx.control import PROTOCOL
 

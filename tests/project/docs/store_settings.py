@@ -73,6 +73,11 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "far as that takes no longer than pulling all (`auto`), `always`, or `never`. See [Beside "
         "a pull](#beside-a-pull).",
     ),
+    "key_file": (
+        "path",
+        "Keys that rows are encrypted with; see [Encryption](#encryption). The same in every "
+        "engine that shares rows.",
+    ),
 }
 
 _CHOICES = {"shelf": SHELVES, "window_every": WINDOW_EVERY, "save": SAVE, "beside": BESIDE}

@@ -48,7 +48,7 @@ def test_a_configuration_with_a_typo_is_noticed() -> None:
 def test_commands_to_copy_are_parsed() -> None:
     block = PAGE.partition("## Commands")[2].partition("```text\n")[2].partition("```")[0]
     lines = [line.split("  ")[0] for line in block.splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         words = shlex.split(line)[1:]
         build_parser("store").parse_args(words)

@@ -7,23 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.store.format import row as row_module
-from pdconn.store.format.row import (
-    ALIGNMENT,
-    KEY_NBYTES,
+from pdconn.store.format import footer as footer_module
+from pdconn.store.format.footer import (
     TAIL_NBYTES,
     Footer,
-    RowKind,
-    RowName,
+    Note,
     decode_footer,
     decode_note,
     encode_footer,
     encode_note,
     failed_note,
     footer_nbytes,
+    footer_nbytes_of,
     joined,
-    num_slabs_of,
 )
+from pdconn.store.format.row import ALIGNMENT, KEY_NBYTES, RowKind, RowName
 from pdconn.store.store_errors import RowDamaged
 
 U64_MAX = 2**64 - 1
@@ -64,10 +62,10 @@ def test_a_footer_comes_back_wherever_the_bytes_before_it_begin(
     footer: Footer, before: bytes
 ) -> None:
     data = encode_footer(footer)
-    assert len(data) == footer_nbytes(len(footer.checksums))
+    assert len(data) == footer_nbytes(len(footer.checksums), is_sealed=False)
     assert len(data) % ALIGNMENT == 0
     assert same(decode_footer(before + data), footer)
-    assert num_slabs_of(data[-TAIL_NBYTES:]) == len(footer.checksums)
+    assert footer_nbytes_of(data[-TAIL_NBYTES:]) == len(data)
 
 
 def undetected(data: bytes, mask: int) -> list[int]:
@@ -90,7 +88,7 @@ def test_every_flip_is_seen(mask: int) -> None:
 
 
 def test_flips_would_pass_without_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_module, "checksum", lambda data: 0)
+    monkeypatch.setattr(footer_module, "checksum", lambda data: 0)
     assert undetected(encode_footer(ONE), 1)
 
 
@@ -106,11 +104,11 @@ def test_zeros_are_no_footer() -> None:
     with pytest.raises(RowDamaged):
         decode_footer(bytes(ALIGNMENT))
     with pytest.raises(RowDamaged):
-        num_slabs_of(bytes(TAIL_NBYTES))
+        footer_nbytes_of(bytes(TAIL_NBYTES))
 
 
 def test_a_footer_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_module, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(footer_module, "FORMAT_VERSION", 2)
     data = encode_footer(ONE)
     monkeypatch.undo()
     with pytest.raises(RowDamaged, match="expected version 1, got 2"):
@@ -119,7 +117,7 @@ def test_a_footer_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 @given(st.dictionaries(st.integers(0, 10**6), st.integers(0, U64_MAX), max_size=50))
 def test_a_note_comes_back(sums: dict[int, int]) -> None:
-    assert decode_note(encode_note(sums)) == sums
+    assert decode_note(encode_note(sums)) == Note(sums, {})
 
 
 def test_every_flip_and_truncation_of_a_note_is_seen() -> None:

@@ -173,13 +173,15 @@ class FakeEngine:
         name: str | None = None,
         num_local: int = 0,
         on_step: Callable[[], None] = lambda: None,
+        salt: str | None = None,
     ) -> Outcome:
-        """Load what can be loaded, check it, compute the rest, save."""
+        """Load what can be loaded, check it, compute the rest, save; ``salt`` as vLLM's field."""
         self._number += 1
         name = name or f"request-{self._number}"
         self.store.on_new_request(
-            name, list(tokens), len(tokens), lambda: (), may_load=True, reads_files=False
-        )
+            name, list(tokens), len(tokens), lambda: [salt.encode()] if salt else (),
+            cache_salt=salt, may_load=True, reads_files=False,
+        )  # fmt: skip
         found = self._ask(name, len(tokens), num_local, on_step)
         ids = self._allocate(len(tokens))
         blocks = tuple(BlockList(0, tuple(group)) for group in ids)

@@ -7,7 +7,8 @@ import pytest
 from pdconn.store.engine import keeper_thread as keeper
 from pdconn.store.engine.keeper_thread import NOTES_S, Committer, SaveBatch
 from pdconn.store.engine.lookups import Catalogue
-from pdconn.store.format.row import RowKind, RowName, checksum, encode_note, row_nbytes
+from pdconn.store.format.footer import checksum, encode_note, row_nbytes
+from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.rank_commands import SaveRow
 from pdconn.store.shelf.interface import Shelf, StoredPart
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf

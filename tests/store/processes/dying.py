@@ -17,7 +17,7 @@ import numpy as np
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.root_budget import Evictor
-from pdconn.store.format.row import row_nbytes
+from pdconn.store.format.footer import row_nbytes
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.threads import AmountBox

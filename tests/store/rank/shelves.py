@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from pdconn.store.format.row import Footer, RowName, decode_note, encode_footer, joined
+from pdconn.store.format.footer import Footer, encode_footer
+from pdconn.store.format.row import RowName
 from pdconn.store.rank_commands import OpenStore, SaveRow
 from pdconn.store.store_errors import RowDamaged, RowMissing
 
@@ -48,11 +49,7 @@ class Rows:
         layout = opening.layout.for_kind(row.name.kind)
         notes = self.notes[row.part]
         assert sorted(notes) == list(range(num_ranks))
-        sums = joined([decode_note(note) for note in notes.values()], len(layout.slabs))
-        assert sums is not None, "slabs that no rank wrote"
-        first = row.name.index * layout.block_tokens
-        tokens = range(first, first + layout.block_tokens)
-        footer = Footer(opening.namespace, row.name, tokens, layout.data_nbytes, sums)
+        footer = Footer.from_notes(opening.namespace, row.name, layout, list(notes.values()))
         data = self.parts.pop(row.part)
         assert len(data) == layout.data_nbytes
         self.rows[opening.namespace, row.name] = data + encode_footer(footer)

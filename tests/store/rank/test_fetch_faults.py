@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.store.format.row import RowName, decode_footer, encode_footer
+from pdconn.store.format.footer import decode_footer, encode_footer
+from pdconn.store.format.row import RowName
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
 from pdconn.store.rank_commands import DropFetch, FailLoad, Fetch, FetchResult, LoadRows

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.format.row import decode_note
+from pdconn.store.format.footer import decode_note
 from pdconn.store.rank.store import WRITER
 from pdconn.store.rank_commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.store_errors import RowDamaged, ShelfFailure

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdconn.store.format.row import (
+from pdconn.store.format.footer import (
     Footer,
-    RowName,
     checksum,
     decode_footer,
     decode_note,
@@ -15,6 +14,7 @@ from pdconn.store.format.row import (
     footer_nbytes,
     joined,
 )
+from pdconn.store.format.row import RowName
 from pdconn.store.shelf.interface import Shelf
 from pdconn.store.store_errors import RowDamaged
 from tests.store.shelves.plain_rows import PAGE, pages, payload
@@ -22,7 +22,7 @@ from tests.store.shelves.plain_rows import PAGE, pages, payload
 SLABS = 4
 RANKS = 2
 DATA_NBYTES = SLABS * PAGE
-ROW_NBYTES = DATA_NBYTES + footer_nbytes(SLABS)
+ROW_NBYTES = DATA_NBYTES + footer_nbytes(SLABS, is_sealed=False)
 
 
 def save_row(
@@ -44,7 +44,7 @@ def save_row(
             sums[slab] = checksum(data[at : at + PAGE])
         shelf.put_note(writer, part, rank, encode_note(sums))
     notes = shelf.notes(writer, part)
-    sums_of_all = joined([decode_note(notes[rank]) for rank in range(RANKS)], SLABS)
+    sums_of_all = joined([decode_note(notes[rank]).sums for rank in range(RANKS)], SLABS)
     assert sums_of_all is not None
     tokens = range(name.index * 256, name.index * 256 + 256)
     footer = encode_footer(Footer("ns", name, tokens, DATA_NBYTES, sums_of_all))

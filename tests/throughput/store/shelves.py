@@ -28,17 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pdconn.store.format.row import (
-    NO_KEY,
-    Footer,
-    Layer,
-    RowKind,
-    RowLayout,
-    RowName,
-    Section,
-    checksum,
-    encode_footer,
-)
+from pdconn.store.format.footer import Footer, checksum, encode_footer
+from pdconn.store.format.row import NO_KEY, Layer, RowKind, RowLayout, RowName, Section
 from pdconn.store.rank.copies import HostArea
 from pdconn.store.rank.shares import RowShare
 from pdconn.store.rank.store import NUM_READERS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pdconn.store.format.row import row_nbytes
+from pdconn.store.format.footer import row_nbytes
 from tests.tools.cli.stored_rows import LAYOUT, prompt
 
 assert LAYOUT.wa is not None

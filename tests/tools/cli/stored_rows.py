@@ -10,17 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pdconn.store.format.footer import Footer, checksum, encode_footer, row_nbytes
 from pdconn.store.format.prompt_rows import Chain
-from pdconn.store.format.row import (
-    Footer,
-    RowKind,
-    RowName,
-    StoreLayout,
-    checksum,
-    encode_footer,
-    row_nbytes,
-    store_layout,
-)
+from pdconn.store.format.row import RowKind, RowName, StoreLayout, store_layout
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.model_shape import LayerSort, ModelShape

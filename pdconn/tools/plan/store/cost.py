@@ -21,14 +21,13 @@ from dataclasses import dataclass
 
 from pdconn.store.engine.lookups import Fitting, ShareSizes
 from pdconn.store.engine.saves import Saving, rows_to_save
+from pdconn.store.format.footer import footer_nbytes, row_nbytes
 from pdconn.store.format.prompt_rows import Chain, Spacing, find_boundary, pieces, rows_needed
 from pdconn.store.format.row import (
     KEY_NBYTES,
     RowKind,
     RowLayout,
     StoreLayout,
-    footer_nbytes,
-    row_nbytes,
     share_layout,
     store_layout,
 )
@@ -227,7 +226,7 @@ class _LoadSizes:
 def _read_nbytes(whole: RowLayout | None, share: RowLayout | None) -> int:
     if whole is None or share is None or not share.sections:
         return 0
-    return share.data_nbytes + footer_nbytes(len(whole.slabs))
+    return share.data_nbytes + footer_nbytes(len(whole.slabs), is_sealed=whole.is_sealed)
 
 
 def _break_even(

@@ -4,7 +4,7 @@
     order           every benchmark, in the order in which they run
     shared          needs and words of several themes
 
-    one_process     planning, checksums
+    one_process     planning, checksums, encryption
     transfers       moving bytes
     interference    what lending and pulling cost the engine beside them
     handovers       what a user sees of a request that is handed over

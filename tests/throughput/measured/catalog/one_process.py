@@ -1,8 +1,8 @@
-"""Benchmarks of work that one process does alone: planning, checksums."""
+"""Benchmarks of work that one process does alone: planning, checksums, encryption."""
 
 from __future__ import annotations
 
-from tests.throughput.measured.catalog.entry import Benchmark, Command, Table
+from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, package
 
 PLANNING = Benchmark(
     "planning",
@@ -46,4 +46,25 @@ CHECKSUMS = Benchmark(
         ),
     ),
     packages=("numpy",),
+)  # fmt: skip
+
+ENCRYPTION = Benchmark(
+    "encryption",
+    "How fast does a rank load rows of a store that are encrypted?",
+    "Two prompts at a time, 256 MiB of KV in host memory, blocks of 16 tokens; rows of a file "
+    "shelf, plain and encrypted in turns, medians of 10 rounds and of the rounds' ratios. Warm: in "
+    "the page cache; cold: not. A slab, which is encrypted at once, is a head of a layer.",
+    (Command("encryption", "python -m tests.throughput.store.encryption"),),
+    2,
+    (
+        Table(
+            ("encryption",),
+            "rows",
+            {"model": "{model:s}", "KiB a slab": "{slab_nbytes:KiB3}", "": "{what:s}",
+             "threads": "{threads}", "plain, GB/s": "{plain_gb_s:3}",
+             "encrypted, GB/s": "{encrypted_gb_s:3}", "ratio": "**{ratio:.2f}**"},
+        ),
+    ),
+    packages=("numpy", "cryptography"),
+    needs=(package("cryptography"),),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from tests.throughput.measured.catalog.entry import Benchmark
 _LIST = (
     one_process.PLANNING,
     one_process.CHECKSUMS,
+    one_process.ENCRYPTION,
     transfers.WATERFALL,
     interference.LENDER_LOAD,
     transfers.TRANSFER,

@@ -43,3 +43,19 @@ def test_checksums() -> None:
         | `sample` | BLNHC | 16 | 3.2 | 6.4 |
         """
     )
+
+
+def test_encryption() -> None:
+    rows = [
+        {"model": "small", "what": what, "threads": threads, "row_nbytes": 1 << 20,
+         "slab_nbytes": 65536, "plain_gb_s": 4.0, "encrypted_gb_s": 3.125, "ratio": ratio}
+        for what, threads, ratio in (("load, warm", 2, 0.777), ("save", 1, 0.5))
+    ]  # fmt: skip
+    assert made("encryption", encryption={"rows": rows}) == lines(
+        """
+        | model | KiB a slab | | threads | plain, GB/s | encrypted, GB/s | ratio |
+        | --- | --- | --- | --- | --- | --- | --- |
+        | small | 64.0 | load, warm | 2 | 4.00 | 3.12 | **0.78** |
+        | small | 64.0 | save | 1 | 4.00 | 3.12 | **0.50** |
+        """
+    )

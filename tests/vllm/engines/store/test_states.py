@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdconn.store.format.row import decode_footer
+from pdconn.store.format.footer import decode_footer
 from pdconn.tools.lab.compare_answers import Mismatch, compare, make_prompts
 from pdconn.tools.lab.engine import Engine
 from pdconn.tools.lab.lab_client import Client
