@@ -46,6 +46,7 @@ class StoreSettings:
     direct_io: bool | Literal["auto"] = "auto"
     beside: Literal["auto", "always", "never"] = "auto"
     key_file: str | None = None
+    tenant_quota: int | None = None
 
 
 def read_store_settings(given: Any) -> StoreSettings:
@@ -73,6 +74,7 @@ def read_store_settings(given: Any) -> StoreSettings:
         "beside": lambda value: _one_of(value, BESIDE),
         "direct_io": lambda value: value if value == "auto" else _flag(value),
         "key_file": lambda value: os.path.expanduser(_text(value)),
+        "tenant_quota": size_of,
     }
     values = {}
     for key, value in given.items():

@@ -13,7 +13,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdconn.protocol.messages import RefusalReason
 from pdconn.puller.commands import PullRecord
-from pdconn.vllm.store.store_metrics import STORE_COUNTERS, STORE_GAUGES
+from pdconn.vllm.store.store_metrics import STORE_COUNTERS, STORE_GAUGES, STORE_TENANT_GAUGES
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
 _BYTES = [2.0 ** (10 + i) for i in range(1, 25, 2)]
@@ -263,6 +263,17 @@ class PdPromMetrics(KVConnectorPromMetrics):
             )
             for key, (name, text) in STORE_GAUGES.items()
         }
+        # Their children are made when a tenant is first named: the store bounds how many are.
+        self._labelvalues = per_engine_labelvalues
+        self._tenant_gauges = {
+            key: self._gauge_cls(
+                name=name,
+                documentation=text,
+                labelnames=[*labelnames, "tenant"],
+                multiprocess_mode="mostrecent",
+            )
+            for key, (name, text) in STORE_TENANT_GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval; counts and gauges without a metric are left out."""
@@ -275,6 +286,10 @@ class PdPromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.get("gauges", {}).items():
             if name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
+            of, _, tenant = name.partition("/")
+            if tenant and of in self._tenant_gauges:
+                labels = [*self._labelvalues[engine_idx], tenant]
+                self._tenant_gauges[of].labels(*labels).set(value)
 
 
 __all__ = ["PdPromMetrics", "PdStats"]

@@ -14,7 +14,7 @@ Of all processes on a root, the one that holds ``ROOT/budget/evictor`` removes r
 too little room.  It keeps the tree of rows, from a listing every now and then and from the names
 of new rows that all processes leave beside the accounts; the others only note the use of rows, in
 the shelf.  It frees until there is headroom for what writers will ask for next, so that they
-seldom wait::
+seldom wait.  Quotas of tenants say of whose rows it takes (:mod:`pdconn.store.budget.quotas`)::
 
     listing, new rows ─► tree ─► leaf used longest ago ─► used meanwhile? ─► remove
                                   ▲                         │ yes     rows are new: ask again
@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdconn.store.budget.accounts import Accounts, Usage
+from pdconn.store.budget.quotas import TenantQuota, tenants_above
 from pdconn.store.budget.row_tree import Place, RowTree
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
@@ -136,12 +137,19 @@ class Evictor:
     Args:
         wa_share: WA bytes at most, as a share of the capacity; None for no limit.
         clock: seconds that never go back.
+        tenant_quota: bytes that no tenant loses to others; None if whose rows they are is nothing
+            to go by.
     """
 
     def __init__(
-        self, accounts: Accounts, wa_share: float | None, clock: Callable[[], float]
+        self,
+        accounts: Accounts,
+        wa_share: float | None,
+        clock: Callable[[], float],
+        tenant_quota: int | None = None,
     ) -> None:
         self._accounts, self._wa_share, self._clock = accounts, wa_share, clock
+        self._quota = None if tenant_quota is None else TenantQuota(tenant_quota)
         self._lock: int | None = None
         self._tree: RowTree | None = None
         self._listed_at = self._warned_at = float("-inf")
@@ -165,11 +173,14 @@ class Evictor:
             return []
         self._learn()
         usage = self._accounts.usage()
-        if not usage.is_known or (self._missing(usage) <= 0 and self._wa_excess(usage) <= 0):
+        is_full = self._missing(usage) > 0 or self._wa_excess(usage) > 0
+        # With quotas the tree is made at once: it says what each tenant holds.
+        if not usage.is_known or not (is_full or (self._quota and self._tree is None)):
             return []
         now = self._clock()
         if self._tree is None or self._is_due(self._tree, now):
-            self._tree = RowTree(self._accounts.list_rows(shelf))
+            by_tenant = self._quota is not None
+            self._tree = RowTree(self._accounts.list_rows(shelf), by_tenant=by_tenant)
             self._listed_at = now
             usage = self._accounts.usage()
         done = _Freeing(now + _STEP_S)
@@ -182,6 +193,12 @@ class Evictor:
             self.evicted_nbytes += done.nbytes
             self.num_evicted += len(done.places)
         return done.places
+
+    def bytes_by_label(self) -> dict[str, int]:
+        """Bytes of rows by tenant; none without quotas, or where another process evicts."""
+        if self._quota is None or self._tree is None:
+            return {}
+        return self._quota.bytes_by_label(self._tree.held_bytes())
 
     def close(self) -> None:
         """Let another process evict."""
@@ -234,8 +251,10 @@ class Evictor:
     ) -> None:
         """Remove victims until nothing is left to free; one that cannot be removed is skipped."""
         kind = RowKind.WA if is_wa else None
+        kept = self._kept(tree, kind, left())
         while left() > 0 and self._clock() < done.until:
-            place = tree.victim(kind)
+            held = tree.held_bytes(kind)
+            place = tree.victim(kind, None if kept is None else tenants_above(held, kept))
             if place is None:
                 return
             try:
@@ -257,6 +276,12 @@ class Evictor:
             done.places.append(place)
             done.nbytes += nbytes
             done.wa += nbytes if place[1].kind is RowKind.WA else 0
+
+    def _kept(self, tree: RowTree, kind: RowKind | None, freed: int) -> int | None:
+        """Bytes that each tenant keeps while so many are freed; None without a quota."""
+        if self._quota is None:
+            return None
+        return self._quota.kept_by_each(tree.held_bytes(kind), freed)
 
     def _failed(self, place: Place, error: StoreError) -> None:
         """Log that a row was not removed, once a minute."""
@@ -321,7 +346,9 @@ class RootBudget:
             self._accounts = Accounts(
                 settings.root, self._writer, settings.capacity, lost=self._lost
             )
-            self._evictor = Evictor(self._accounts, settings.wa_share, self._clock)
+            self._evictor = Evictor(
+                self._accounts, settings.wa_share, self._clock, settings.tenant_quota
+            )
         self.make_room(shelf, "")
 
     def make_room(self, shelf: Shelf, namespace: str) -> list[RowName]:
@@ -382,13 +409,16 @@ class RootBudget:
         return self._opened()[0].remove_row(shelf, namespace, name)
 
     def usage_gauges(self) -> dict[str, int]:
-        """Gauges for metrics, in bytes."""
-        usage = self._opened()[0].usage()
+        """Gauges for metrics, in bytes; by tenant where this process evicts by tenant."""
+        accounts, evictor = self._opened()
+        usage = accounts.usage()
+        by_tenant = evictor.bytes_by_label()
         return {
             "store_capacity_bytes": usage.capacity,
             "store_committed_bytes": usage.committed,
             "store_window_bytes": usage.wa,
             "store_reserved_bytes": usage.reserved,
+            **{f"store_tenant_bytes/{label}": nbytes for label, nbytes in by_tenant.items()},
         }
 
     def take_evicted(self) -> tuple[int, int]:

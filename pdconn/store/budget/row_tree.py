@@ -6,14 +6,15 @@
                └─── FA 2'   └ WA 3      key; WA rows are leaves
 
 Leaves are evicted first, the one that was used longest ago before others, so no row loses one that
-it needs to be reached; of one boundary the WA row goes before the FA row.
+it needs to be reached; of one boundary the WA row goes before the FA row.  A prompt's rows are of
+one tenant, so this holds also where rows of some tenants alone are taken.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from pdconn.store.format.row import RowKind, RowName
@@ -22,6 +23,7 @@ from pdconn.store.shelf.interface import StoredRow
 Place = tuple[str, RowName]
 _Key = tuple[str, bytes]
 _Order = tuple[float, int, bool]
+_Heap = tuple[bytes, RowKind]
 
 
 @dataclass(slots=True)
@@ -31,18 +33,25 @@ class _KeptRow:
 
 
 class RowTree:
-    """Rows of all namespaces of a root.  One thread."""
+    """Rows of all namespaces of a root.  One thread.
 
-    # Candidates of each kind are in a heap, whose entries may be stale: one that is not a leaf's
-    # present place in the order is replaced or dropped when it is the first.
+    Args:
+        by_tenant: a victim may be asked of some tenants alone, at the cost of a look at each.
+    """
 
-    def __init__(self, rows: Iterable[StoredRow] = ()) -> None:
+    # Candidates of each kind (and tenant) are in a heap, whose entries may be stale: one that is
+    # not a leaf's present place in the order is replaced or dropped when it is the first.
+
+    def __init__(self, rows: Iterable[StoredRow] = (), *, by_tenant: bool = False) -> None:
+        self._by_tenant = by_tenant
+        self._held: dict[bytes, int] = {}
+        self._held_wa: dict[bytes, int] = {}
         self._rows: dict[Place, _KeptRow] = {}
         self._after: Counter[_Key] = Counter()
         self._full: dict[_Key, Place] = {}
         self._windows: Counter[_Key] = Counter()
         self._passed: set[Place] = set()
-        self._heaps: dict[RowKind, list[tuple[_Order, Place]]] = {kind: [] for kind in RowKind}
+        self._heaps: dict[_Heap, list[tuple[_Order, Place]]] = defaultdict(list)
         for row in rows:
             self._insert(row)
         for place in self._rows:
@@ -75,10 +84,12 @@ class RowTree:
 
     def drop_row(self, place: Place) -> None:
         """Drop a row that is gone."""
-        if self._rows.pop(place, None) is None:
+        dropped = self._rows.pop(place, None)
+        if dropped is None:
             return
         self._passed.discard(place)
         namespace, name = place
+        self._count_bytes(name, -dropped.nbytes)
         key = namespace, name.key
         if name.kind is RowKind.WA:
             _count_down(self._windows, key)
@@ -94,14 +105,23 @@ class RowTree:
         """Note that a row cannot be removed: it is not evicted until another tree is made."""
         self._passed.add(place)
 
-    def victim(self, kind: RowKind | None = None) -> Place | None:
-        """The leaf to evict next, or the next of one kind; None if there is none."""
+    def held_bytes(self, kind: RowKind | None = None) -> Mapping[bytes, int]:
+        """Bytes of rows by tenant: of all, or of windows alone for WA; none where it is 0."""
+        return self._held_wa if kind is RowKind.WA else self._held
+
+    def victim(
+        self, kind: RowKind | None = None, tenants: Collection[bytes] | None = None
+    ) -> Place | None:
+        """The leaf to evict next, or the next of one kind, of some tenants; None without one."""
         kinds = list(RowKind) if kind is None else [kind]
-        tops = [top for top in map(self._top, kinds) if top is not None]
+        among: Collection[bytes] = [b""]
+        if self._by_tenant:
+            among = self._held if tenants is None else tenants
+        tops = [top for of in among for kind in kinds if (top := self._top((of, kind))) is not None]
         return min(tops)[1] if tops else None
 
-    def _top(self, kind: RowKind) -> tuple[_Order, Place] | None:
-        heap = self._heaps[kind]
+    def _top(self, which: _Heap) -> tuple[_Order, Place] | None:
+        heap = self._heaps.get(which, [])
         while heap:
             order, place = heap[0]
             if place not in self._rows or place in self._passed or not self._is_leaf(place):
@@ -115,6 +135,7 @@ class RowTree:
     def _insert(self, row: StoredRow) -> None:
         place = row.namespace, row.name
         self._rows[place] = _KeptRow(row.nbytes, row.used_at)
+        self._count_bytes(row.name, row.nbytes)
         key = row.namespace, row.name.key
         if row.name.kind is RowKind.WA:
             self._windows[key] += 1
@@ -124,7 +145,19 @@ class RowTree:
 
     def _offer(self, place: Place) -> None:
         if self._is_leaf(place):
-            heapq.heappush(self._heaps[place[1].kind], (self._order(place), place))
+            name = place[1]
+            which = name.tenant if self._by_tenant else b"", name.kind
+            heapq.heappush(self._heaps[which], (self._order(place), place))
+
+    def _count_bytes(self, name: RowName, nbytes: int) -> None:
+        counts = [self._held, self._held_wa] if name.kind is RowKind.WA else [self._held]
+        for held in counts:
+            held[name.tenant] = held.get(name.tenant, 0) + nbytes
+            if not held[name.tenant]:
+                del held[name.tenant]
+        if self._by_tenant and name.tenant not in self._held:
+            for kind in RowKind:
+                self._heaps.pop((name.tenant, kind), None)
 
     def _is_leaf(self, place: Place) -> bool:
         namespace, name = place

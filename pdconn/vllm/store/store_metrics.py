@@ -88,3 +88,11 @@ STORE_GAUGES: dict[str, tuple[str, str]] = {
     ),
 }
 """By name in the budget's usage: the metric and its help text."""
+
+STORE_TENANT_GAUGES: dict[str, tuple[str, str]] = {
+    "store_tenant_bytes": (
+        "pdconn:store_tenant_bytes",
+        "Bytes of rows in the root by tenant, of the engine that evicts, with tenant_quota.",
+    ),
+}
+"""As :data:`STORE_GAUGES`, with a label ``tenant`` that follows the name and a slash."""

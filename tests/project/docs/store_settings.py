@@ -78,6 +78,11 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "Keys that rows are encrypted with; see [Encryption](#encryption). The same in every "
         "engine that shares rows.",
     ),
+    "tenant_quota": (
+        _SIZE,
+        "Bytes of each tenant's rows that rows of other tenants do not evict; see "
+        "[Tenants](#tenants). The same in every engine on the root.",
+    ),
 }
 
 _CHOICES = {"shelf": SHELVES, "window_every": WINDOW_EVERY, "save": SAVE, "beside": BESIDE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -160,7 +161,7 @@ class NewestFirst(RowTree):
 
 class ForgetsWhatWasFreed(RowTree):
     def drop_row(self, place: Place) -> None:
-        heaps = {kind: list(heap) for kind, heap in self._heaps.items()}
+        heaps = defaultdict(list, {which: [*heap] for which, heap in self._heaps.items()})
         super().drop_row(place)
         self._heaps = heaps
 

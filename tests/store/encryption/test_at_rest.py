@@ -16,6 +16,7 @@ from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.interface import Buffer
 from pdconn.store.shelf.obj.bucket import BucketPlace
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.encryption.engines import (
     LOADED,
     MODEL,
@@ -32,8 +33,8 @@ from tests.store.encryption.engines import (
     secrets_of,
 )
 from tests.store.encryption.key_files import KEYS, key_file
-from tests.store.joined.rig import FakeEngine, Shape, until_ready
-from tests.store.joined.test_joined import prompt
+from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
+from tests.store.joined.test_joined import MODELS, SETTINGS, prompt
 from tests.store.shelves.obj.s3_server import S3Server
 
 Opened = Callable[[str, str | None], StoreSettings]
@@ -215,6 +216,33 @@ def test_tenants_miss_each_others_rows(tmp_path: Path, keys: str) -> None:
     labels = {tuple(path.name.split(".")[3:]) for path in rows_of(tmp_path / "root")}
     assert len(labels) == 3
     assert () in labels, "a prompt without a salt has no tenant"
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_encrypted_rows_are_shared_by_engines_of_other_sizes_and_layouts(
+    model: Model, keys: str
+) -> None:
+    """Windows, chunks, compressors; heads that ranks share; saved by one, two and four ranks."""
+    rows, tokens = MemoryRows(), prompt(1, 400)
+    shapes = [
+        Shape(tp=2, layout="BHLNC"), Shape(), Shape(tp=4, layout="BLHNC", block_tokens=32),
+        Shape(layout="BLHNC", block_tokens=8, num_blocks=320),
+    ]  # fmt: skip
+    given = replace(SETTINGS, key_file=keys)
+    for number, shape in enumerate(shapes):
+        made = FakeEngine(given, model, shape, writer=f"w{number}", shelf=lambda: MemoryShelf(rows))
+        try:
+            outcome = made.run(tokens, salt=SALT)
+            assert (outcome.loaded, outcome.wrong) == (384 if number else 0, 0)
+            made.settle()
+            if number % 2:
+                continue
+            mine = prompt(50 + number, 200)  # saved by engines of several ranks, too
+            made.run(mine)
+            made.settle()
+            assert made.run(mine).loaded == 192
+        finally:
+            made.close()
 
 
 # Damage

@@ -53,6 +53,18 @@ def counted(source: str) -> set[str]:
     return found
 
 
+def test_a_gauge_by_tenant_has_the_tenant_as_a_label(
+    metrics: PdPromMetrics, registry: CollectorRegistry
+) -> None:
+    for nbytes in (5, 7):
+        gauges = {"store_tenant_bytes/0a0b": nbytes, "store_tenant_bytes/others": 1, "x/y": 3}
+        metrics.observe({"gauges": gauges})
+    labels = {"model_name": "m", "engine": "0"}
+    for tenant, expected in (("0a0b", 7), ("others", 1)):
+        seen = registry.get_sample_value("pdconn:store_tenant_bytes", {**labels, "tenant": tenant})
+        assert seen == expected
+
+
 def test_whatever_is_counted_has_a_metric() -> None:
     folders = [ROOT / "pdconn/store/engine", ROOT / "pdconn/store/rank"]
     sources = [

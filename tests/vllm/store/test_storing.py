@@ -29,8 +29,10 @@ class Scheduler:
         self.number, self.parts = 0, 1
         self.holes = 0
         self.cleared_to: list[str] = []
+        self.salts: list[str | None] = []
 
-    def on_new_request(self, *args: Any, **more: Any) -> None: ...
+    def on_new_request(self, *args: Any, cache_salt: str | None, **more: Any) -> None:
+        self.salts.append(cache_salt)
 
     def save_pass(self, request: str, before: int, after: int, ids: Any) -> Save:
         described = {1: (1, 2, 0, 5), 2: (2, 3, 4, 5, 0, 0, 10, 11)}[self.parts]
@@ -165,3 +167,8 @@ def test_weights_that_nothing_proves_get_a_namespace_of_their_own_and_one_line_t
     first, _ = (record.getMessage() for record in caplog.records)
     assert "s3://models/tiny" in first
     assert "weights_id" in first
+
+
+def test_the_store_gets_the_salt_by_which_tenants_are_known(store: Any) -> None:
+    store.on_new_request(request(request_id="salted", cache_salt="tenant"))
+    assert store._store.salts == [None, "tenant"]

@@ -117,6 +117,7 @@ def _row_columns(now: float) -> list[Column[StoredRow]]:
             lambda row: row.name.parent.hex() if any(row.name.parent) else None,
             known(str),
         ),
+        Column("tenant", "tenant", lambda row: row.name.tenant.hex() or None, known(str)),
         Column("bytes", "bytes", lambda row: row.nbytes, grouped),
         Column("last use", "used_at", lambda row: row.used_at, lambda at: duration(now - at)),
     ]
