@@ -6,6 +6,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.interface import Buffer
 from pdconn.store.shelf.obj.bucket import BucketPlace
+from pdconn.store.store_errors import FormatError
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.encryption.engines import (
     LOADED,
@@ -291,6 +293,29 @@ def test_rows_that_are_flipped_cut_or_exchanged_are_refused(tmp_path: Path, keys
         assert LOADED in loaded, what  # the other tenant's rows are as they were
         refused += loaded != [LOADED, LOADED]
     assert refused >= 8, "most of the damages were of rows that are not loaded"
+
+
+def test_flips_in_files_that_are_no_rows_change_no_answer(tmp_path: Path, keys: str) -> None:
+    """Accounts, the layout and the root's version: an error that names the file, or as before."""
+    root, kept = tmp_path / "root", tmp_path / "kept"
+    given = on_files(root, keys)
+    saved(given)
+    shutil.copytree(root, kept)
+    rows = {path.relative_to(root) for path in rows_of(root)}
+    files = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    others = [path for path in files if path not in rows]
+    assert {"layout.json", "format", "ledger"} <= {path.name for path in others}
+    for number, path in enumerate(others):
+        shutil.rmtree(root)
+        shutil.copytree(kept, root)
+        data = bytearray((root / path).read_bytes())
+        if not data:
+            continue
+        data[len(data) // 2] ^= 1
+        (root / path).write_bytes(data)
+        refused = path.name == "format"
+        with pytest.raises(FormatError, match="format") if refused else nullcontext():
+            assert found(given, f"r{number}") == LOADED
 
 
 def test_objects_of_a_bucket_that_are_flipped_are_refused(
