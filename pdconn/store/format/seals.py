@@ -41,6 +41,8 @@ KEY_ID_NBYTES = 8
 SEAL_NBYTES = TAG_NBYTES + KEY_ID_NBYTES + SALT_NBYTES
 
 _RANGE = struct.Struct("<QQQ")
+_LEAST_VERSION = 47
+"""Of cryptography: the first that decrypts into a buffer."""
 _MOST_DERIVED = 4096
 """Keys of tenants that are remembered."""
 
@@ -129,11 +131,11 @@ class RowKeys:
         new_salt: draws 32 random bytes.
 
     Raises:
-        StoreError: the package cryptography is missing.
+        StoreError: the package cryptography is missing, or too old.
     """
 
     def __init__(self, masters: Sequence[bytes], new_salt: Callable[[], bytes]) -> None:
-        _hkdf(bytes(MASTER_NBYTES), None, b"")  # missing packages are found now
+        _check_package()  # now, and not on a thread that reads rows
         self._masters = {_key_id(master): master for master in masters}
         self._first, self._new_salt = _key_id(masters[0]), new_salt
 
@@ -192,12 +194,24 @@ def _key_id(master: bytes) -> bytes:
     return _hkdf(master, None, b"pdconn store: id")[:KEY_ID_NBYTES]
 
 
-def _hkdf(secret: bytes, salt: bytes | None, info: bytes) -> bytes:
+def _check_package() -> None:
+    remedy = "pip install '.[encryption]'"
     try:
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        from cryptography import __version__
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise StoreError(
-            "store.key_file: the package cryptography is missing: pip install '.[encryption]'"
+            f"store.key_file: the package cryptography is missing: {remedy}"
         ) from error
+    if not hasattr(AESGCM, "decrypt_into"):  # vLLM is content with older ones
+        raise StoreError(
+            f"store.key_file: expected the package cryptography of version {_LEAST_VERSION} or "
+            f"later, got {__version__}: {remedy}"
+        )
+
+
+def _hkdf(secret: bytes, salt: bytes | None, info: bytes) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     return HKDF(SHA256(), MASTER_NBYTES, salt, info).derive(secret)

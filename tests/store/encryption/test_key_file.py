@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.ciphers import aead
 
 from pdconn.store.store_errors import StoreError, StoreSettingError
 from pdconn.store.store_keys import MOST_KEYS, load_keys
@@ -81,9 +83,18 @@ def test_without_the_package_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = key_file(tmp_path / "keys", A)
-    monkeypatch.setitem(__import__("sys").modules, "cryptography.hazmat.primitives.kdf.hkdf", None)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(StoreError, match=r"pip install '.\[encryption\]'"):
         load_keys(path)
+
+
+def test_an_older_package_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks for cryptography 3.4; without this each thread that reads rows would fail."""
+    monkeypatch.setattr(aead, "AESGCM", object)
+    with pytest.raises(StoreError, match=r"expected .* of version 47 or later"):
+        load_keys(key_file(tmp_path / "keys", A))
 
 
 def test_a_wrong_key_file_ends_an_engine_before_its_model_is_loaded(tmp_path: Path) -> None:

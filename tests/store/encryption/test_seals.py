@@ -219,6 +219,9 @@ class Recorded:
         self.used.append((self._key, nonce))
         return self._aead.encrypt_into(nonce, *rest)
 
+    def decrypt_into(self, *arguments: Any) -> int:
+        return self._aead.decrypt_into(*arguments)
+
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bytes, bytes]]]:
