@@ -349,3 +349,23 @@ class Worker(Generic[In]):
             name = self.name.removeprefix("pdconn-")
             log.critical("pdconn: the %s thread stopped", name, exc_info=True)
             self.outbox.put(ThreadDied(self.name, f"{type(error).__name__}: {error}"))
+
+
+class RightOfWay:
+    """Lets transfers that requests wait for go before work that can wait.
+
+    One thread says whether requests wait; the others ask before each piece of their work.
+    """
+
+    def __init__(self) -> None:
+        self._is_free = threading.Event()
+        self._is_free.set()
+
+    def set_waiting(self, is_waiting: bool) -> None:
+        """Say whether requests wait for transfers."""
+        if is_waiting == self._is_free.is_set():
+            (self._is_free.clear if is_waiting else self._is_free.set)()
+
+    def give_way(self, most_s: float) -> None:
+        """Wait until no request waits, or for ``most_s`` seconds."""
+        self._is_free.wait(most_s)

@@ -343,6 +343,11 @@ class Puller(Closing):
         )
         return results
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the engine waits for the end of a pull."""
+        return self._num_unreported > 0
+
     def wait_for_report(self, timeout_s: float) -> None:
         """Sleep until there are results, or nothing is awaited.
 

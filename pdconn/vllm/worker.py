@@ -172,6 +172,7 @@ class PdWorker:
             for asked in metadata.store:
                 self._num_fetching += isinstance(asked, Fetch | LoadRows | JoinPull | FailLoad)
                 self._store.post_command(asked, after)
+        self._set_waiting()
 
     def wait_for_save(self) -> None:
         """The step's forward pass has written its KV, which may be saved now."""
@@ -199,6 +200,7 @@ class PdWorker:
             pulled = self._puller.take_results()
             if pulled is not NO_RESULTS:
                 self._note(pulled, results)
+        self._set_waiting()
         return results
 
     def build_connector_worker_meta(self) -> PdWorkerReport | None:
@@ -272,6 +274,12 @@ class PdWorker:
             self._memory.close()
         self._puller = self._relays = self._memory = self._scratch = None
         self._rehearsed = []
+
+    def _set_waiting(self) -> None:
+        """Saves let pulls and loads go first."""
+        if self._store is not None:
+            is_pulling = self._puller is not None and self._puller.is_awaited
+            self._store.set_waiting(is_pulling or self._num_fetching > 0)
 
     def _wait(self) -> None:
         """Wait for the store, or for the puller."""

@@ -22,10 +22,10 @@ from typing import Any
 
 from pdconn.store.rank.copies import HostArea
 from pdconn.store.shelf.transfer import RecentRows
-from pdconn.threads import AmountBox, Box, Worker
+from pdconn.threads import AmountBox, Box, RightOfWay, Worker
 
 PACKAGES = ("pdconn.", "transport.", "registration.")
-_ENDS = (Box, Worker, AmountBox, HostArea, RecentRows)
+_ENDS = (Box, Worker, AmountBox, RightOfWay, HostArea, RecentRows)
 """Staging is memory as KV is: which of its bytes are whose travels in the boxes.  Which files a
 process used last is the process's, as its page cache is, and has a lock."""
 _LOCKS = (

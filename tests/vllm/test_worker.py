@@ -89,6 +89,11 @@ class Posted:
         self.after[type(command).__name__] = after
 
     post_command = post  # a puller's name for it
+    is_awaited = True
+
+    def set_waiting(self, is_waiting: bool) -> None:
+        """A store is told that requests wait."""
+        assert is_waiting
 
 
 class NoGpu(InProcessTransport):

@@ -33,6 +33,7 @@ from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.format.seals import RowKeys
 from pdconn.store.rank.copies import HostArea, copies_of
 from pdconn.store.rank.fetches import FetchTable, FetchUnderWay, JoinedPull
+from pdconn.store.rank.row_writer import RowWriter, SaveUnderWay, refuse_save, unsaved
 from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.tasks import (
     Answer,
@@ -46,16 +47,12 @@ from pdconn.store.rank.tasks import (
     ReadTask,
     RowReader,
     RowTried,
-    RowWriter,
-    SaveUnderWay,
     StagingReady,
     SwitchedOff,
     TaskLoop,
     TaskReport,
     TaskReports,
-    refuse_save,
     refused_read,
-    unsaved,
 )
 from pdconn.store.rank_commands import (
     BesideEnded,
@@ -73,7 +70,7 @@ from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.interface import Shelf
 from pdconn.store.store_errors import FormatError
 from pdconn.store.store_keys import load_keys
-from pdconn.threads import Box, ThreadDied, Worker
+from pdconn.threads import Box, RightOfWay, ThreadDied, Worker
 from registration.references import KVCacheReferences
 from transport import Device
 from transport.streams import StreamPoint, stream_point
@@ -184,6 +181,7 @@ class RankStore:
         self._held: list[SaveRows] = []
         self._reads = False
         self._staging: HostArea | None = None
+        self._right_of_way = RightOfWay()
         self._is_closed = False
 
     def post_command(self, command: StoreCommand, after: StreamPoint | None = None) -> None:
@@ -226,6 +224,10 @@ class RankStore:
             else:
                 for answer in unsaved(task):
                     self._note(answer)
+
+    def set_waiting(self, is_waiting: bool) -> None:
+        """Say whether requests wait for pulls or loads: saves let these go first."""
+        self._right_of_way.set_waiting(is_waiting)
 
     def wait_for_answer(self, timeout_s: float) -> None:
         """Sleep until there is something to take."""
@@ -277,6 +279,7 @@ class RankStore:
         if self._is_closed:
             return
         self._is_closed = True
+        self.set_waiting(False)
         self._held.clear()
         self._to_read.close()
         self._to_write.close()
@@ -454,7 +457,7 @@ class RankStore:
             WRITER,
             self._to_write,
             reports,
-            begin=_WriterBegin(setup, opening, reports),
+            begin=_WriterBegin(setup, opening, reports, self._right_of_way),
             refuse=lambda task: refuse_save(
                 task, opening.writer, setup.rank, setup.open_shelf, reports
             ),
@@ -513,6 +516,7 @@ class _WriterBegin:
     setup: RankSetup
     opening: OpenStore
     reports: TaskReports
+    right_of_way: RightOfWay
 
     def __call__(self) -> tuple[Callable[[SaveUnderWay], None], Callable[[], None]]:
         setup = self.setup
@@ -524,6 +528,7 @@ class _WriterBegin:
             setup.open_shelf,
             copies_of(setup.references.memories()),
             held=None if setup.hold is None else setup.hold(opened.writer),
+            right_of_way=self.right_of_way,
             keys=setup.keys,
         )
         return writer.do_save, writer.close

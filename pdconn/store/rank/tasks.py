@@ -10,19 +10,13 @@
 
     RowReader    rows ──read, verify──► staging ──► KV blocks
                  encrypted rows ──read──► another buffer ──decrypt, verify──► staging
-    RowWriter    KV blocks ──gather──► buffer (encrypt) ──checksums──► Shelf.write, Shelf.put_note
-                              └ after the last row: SaveResult, the blocks may be freed
 
-Several readers take rows from one box, so that one reads while another verifies.
-
-Of each row only the slabs that this rank saves are written; where there are none, the note is
-empty.  A row that cannot be saved gets a note of failure, and the scheduler's process discards its
-part.
+Several readers take rows from one box, so that one reads while another verifies.  Saves are those
+of :mod:`~pdconn.store.rank.row_writer`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections import Counter
@@ -34,20 +28,16 @@ from typing import Any, Generic, TypeVar
 from pdconn.integrity.zeros import fill_with_zeros
 from pdconn.planning.planning_errors import PlanningError
 from pdconn.sidechannel.quiet_log import QuietLog
-from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.format.footer import checksum, encode_note, failed_note, row_nbytes
-from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.format.row import RowKind
 from pdconn.store.format.seals import TAG_NBYTES, RowKeys
 from pdconn.store.rank.copies import Copies, HostArea
-from pdconn.store.rank.sealed_shares import open_row, seal_slabs
-from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
+from pdconn.store.rank.sealed_shares import open_row
+from pdconn.store.rank.shares import OpenedRank, RowShare
 from pdconn.store.rank_commands import (
     Fetch,
     LoadRows,
     SaveFailed,
     SaveResult,
-    SaveRow,
-    SaveRows,
 )
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.interface import Shelf
@@ -425,171 +415,3 @@ class RowReader:
         if self._shelf is None:
             self._shelf = self._open_shelf()
         return self._shelf
-
-
-@dataclass(slots=True, eq=False)
-class SaveUnderWay:
-    """A save: ``noted`` rows have their note, ``is_read`` once the blocks may be freed.
-
-    It begins when the GPU has reached ``after``, the end of the pass that wrote the blocks.
-    """
-
-    save: SaveRows
-    after: StreamPoint | None
-    namespace: str
-    noted: int = 0
-    is_read: bool = False
-
-
-class RowWriter:
-    """One thread's saves.
-
-    Args:
-        open_shelf: opens the thread's own shelf, at the first row and again after a failure.
-        copies: the thread's own, from KV memory.
-        held: the lock of the writer's account; None for a store without accounts.
-        keys: rows are encrypted with; None where they are saved as they are.
-    """
-
-    def __init__(
-        self,
-        opened: OpenedRank,
-        buffer: HostArea,
-        reports: TaskReports,
-        open_shelf: Callable[[], Shelf],
-        copies: Copies,
-        *,
-        held: HeldWriter | None,
-        keys: RowKeys | None = None,
-    ) -> None:
-        self._opened, self._buffer, self._reports = opened, buffer, reports
-        self._open_shelf, self._copies, self._held = open_shelf, copies, held
-        self._keys = keys
-        # What is written: the buffer itself, or what it holds, encrypted, in another one.
-        self._written = buffer if keys is None else HostArea(buffer.nbytes + TAG_NBYTES)
-        self._shelf: Shelf | None = None
-
-    def close(self) -> None:
-        """Close the shelf, unlock the account and unpin the buffer."""
-        if self._shelf is not None:
-            self._shelf.close()
-            self._shelf = None
-        if self._held is not None:
-            self._held.close()
-        self._buffer.unpin_pages()
-
-    def do_save(self, task: SaveUnderWay) -> None:
-        """Save all rows of a task; report as soon as its blocks have been read."""
-        if task.after is not None:
-            task.after.synchronize()
-        for place, row in enumerate(task.save.rows):
-            is_last = place + 1 == len(task.save.rows)
-            note = self._saved(task, row, is_last)
-            self._put_note(row, note)
-            task.noted = place + 1
-        answer_save(task, self._reports)
-
-    def _saved(self, task: SaveUnderWay, row: SaveRow, is_last: bool) -> bytes:
-        """Gather and write one row.  Returns its note."""
-        index = row.name.index
-        try:
-            share = self._opened.kinds[row.name.kind].share
-            slabs = share.written(index)
-            if slabs:
-                self._gather(task.save, row, share)
-            if is_last:
-                answer_save(task, self._reports)
-            seals = self._seal(task.namespace, row.name, share, slabs)
-            sums = {
-                slab.number: checksum(self._written.bytes_at(slab.offset, slab.nbytes))
-                for slab in slabs
-            }
-            if self._held is not None:
-                self._held.renew_account()
-            self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
-            if slabs:
-                self._write(row, slabs)
-        except (StoreError, PlanningError) as error:
-            self._reports.warn("a row was not saved: row=%s: %s", row.name.file_name, error)
-            return self._failure(row, str(error))
-        return encode_note(sums, seals)
-
-    def _gather(self, save: SaveRows, row: SaveRow, share: RowShare) -> None:
-        """Fill the buffer with our share of a row: KV, and zeros where there is none."""
-        pairing = self._opened.kinds[row.name.kind].pairing
-        parts = pairing.spans_to_save(row.name.index, save.blocks, self._buffer.address)
-        if sum(spans.total_bytes for spans in parts) < share.nbytes:
-            ctypes.memset(self._buffer.address, 0, share.nbytes)
-        for spans in parts:
-            self._copies.copy_out(spans)
-
-    def _seal(
-        self, namespace: str, name: RowName, share: RowShare, slabs: tuple[OwnSlab, ...]
-    ) -> dict[int, bytes] | None:
-        """Encrypt slabs that were gathered.  Returns their seals; None where rows have none."""
-        if self._keys is None:
-            return None
-        # A new one each time, also for a row that could not be written just before: no nonce is
-        # used again.
-        sealer = self._keys.new_sealer(namespace, name)
-        data = self._buffer.bytes_at(0, share.nbytes)
-        into = self._written.bytes_at(0, share.nbytes + TAG_NBYTES)
-        return seal_slabs(slabs, data, sealer, into)
-
-    def _write(self, row: SaveRow, slabs: tuple[OwnSlab, ...]) -> None:
-        ranges = [
-            (at, self._written.bytes_at(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
-        ]
-        self._own_shelf().write(self._opened.writer, row.part, ranges)
-        nbytes = sum(len(view) for _, view in ranges)
-        self._reports.add_counts(rows_written=1, bytes_written=nbytes)
-
-    def _put_note(self, row: SaveRow, note: bytes) -> None:
-        try:
-            self._own_shelf().put_note(self._opened.writer, row.part, self._opened.rank, note)
-        except StoreError as error:
-            self._reports.add_counts(write_failures=1)
-            self._reports.warn("a note was not left: row=%s: %s", row.name.file_name, error)
-            self._reports.answer(SaveFailed(row.part))
-
-    def _failure(self, row: SaveRow, why: str) -> bytes:
-        self._reports.add_counts(write_failures=1)
-        return failed_note(why)
-
-    def _own_shelf(self) -> Shelf:
-        if self._shelf is None:
-            self._shelf = self._open_shelf()
-        return self._shelf
-
-
-def answer_save(task: SaveUnderWay, reports: TaskReports) -> None:
-    """Report that the blocks may be freed, once."""
-    if not task.is_read:
-        task.is_read = True
-        reports.answer(SaveResult(task.save.number))
-
-
-def refuse_save(
-    task: SaveUnderWay,
-    writer: str,
-    rank: int,
-    open_shelf: Callable[[], Shelf],
-    reports: TaskReports,
-) -> None:
-    """Answer a save that cannot go on, and write notes of failure for its other rows."""
-    answer_save(task, reports)
-    rows = task.save.rows[task.noted :]
-    reports.add_counts(write_failures=len(rows))
-    try:
-        with open_shelf() as shelf:
-            for row in rows:
-                shelf.put_note(writer, row.part, rank, failed_note("the rank's store failed"))
-    except StoreError as error:
-        reports.warn("notes were not left: rows=%d: %s", len(rows), error)
-        for row in rows:
-            reports.answer(SaveFailed(row.part))
-
-
-def unsaved(task: SaveUnderWay) -> list[Answer]:
-    """The answers to a save that no thread has begun: none of its rows gets a note."""
-    return [SaveResult(task.save.number), *(SaveFailed(row.part) for row in task.save.rows)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.footer import decode_note
+from pdconn.store.rank import row_writer
 from pdconn.store.rank.store import WRITER
 from pdconn.store.rank_commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.store_errors import RowDamaged, ShelfFailure
+from pdconn.threads import RightOfWay
 from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine, fa, wa
 from tests.store.rank.shelves import Rows, ok
 
@@ -154,3 +157,53 @@ def test_a_rank_whose_replicas_are_unknown_is_off_and_answers(rows: Rows) -> Non
         engine.noted(save)
         assert kinds(rows, save) == [False]
         assert engine.fetch([fa(0)])[0].missing == (fa(0),)
+
+
+def rows_while_requests_wait(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Rows saved while requests wait for pulls, and then."""
+    monkeypatch.setattr(row_writer, "YIELD_S", 30.0)
+    with StoredEngine(Shape(), rows, filled=True).opened() as engine:
+        [store] = engine.stores
+        began, goes_on = threading.Event(), threading.Event()
+
+        def before_begin(*_: object) -> None:
+            began.set()
+            goes_on.wait(PATIENCE_S)
+
+        rows.before_begin = before_begin
+        save = engine.start_save([fa(0), fa(1), fa(2)])
+        assert began.wait(PATIENCE_S)
+        store.set_waiting(True)
+        goes_on.set()
+        give_up = time.monotonic() + PATIENCE_S
+        while not rows.notes[save.rows[0].part] and time.monotonic() < give_up:
+            time.sleep(0.005)
+        time.sleep(0.3)
+        during = sum(bool(rows.notes[row.part]) for row in save.rows)
+        store.set_waiting(False)
+        engine.noted(save)
+        return during, len(save.rows)
+
+
+def test_a_save_delays_pulls_and_loads_by_one_row(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rows_while_requests_wait(rows, monkeypatch) == (1, 3)
+
+
+def test_that_law_notices_a_writer_that_does_not_give_way(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(RightOfWay, "give_way", lambda self, most_s: None)
+    assert rows_while_requests_wait(rows, monkeypatch) == (3, 3)
+
+
+def test_saves_go_on_where_requests_always_wait(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are never read out would stay pinned."""
+    monkeypatch.setattr(row_writer, "YIELD_S", 0.01)
+    with StoredEngine(Shape(), rows, filled=True).opened() as engine:
+        engine.stores[0].set_waiting(True)
+        engine.noted(engine.save([fa(0), fa(1)]))
