@@ -183,12 +183,11 @@ class Evictor:
             self._tree = RowTree(self._accounts.list_rows(shelf), by_tenant=by_tenant)
             self._listed_at = now
             usage = self._accounts.usage()
-        done = _Freeing(now + _STEP_S)
+        done, tree = _Freeing(now + _STEP_S), self._tree
+        wa_excess, missing = self._wa_excess(usage), self._missing(usage)
         try:
-            self._free(
-                shelf, self._tree, done, lambda: self._wa_excess(usage) - done.wa, is_wa=True
-            )
-            self._free(shelf, self._tree, done, lambda: self._missing(usage) - done.nbytes)
+            self._free(shelf, tree, done, lambda: wa_excess - done.wa, is_wa=True)
+            self._free(shelf, tree, done, lambda: missing - done.nbytes)
         finally:
             self.evicted_nbytes += done.nbytes
             self.num_evicted += len(done.places)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdconn.store.format.row import RowKind, RowName
@@ -164,7 +164,7 @@ class RowTree:
         if name.kind is RowKind.WA:
             return True
         key = namespace, name.key
-        return not self._after[key] and not self._windows[key]
+        return key not in self._after and key not in self._windows
 
     def _order(self, place: Place) -> _Order:
         """By use; at one time from the end of a prefix, WA first.  Never goes down."""
@@ -176,3 +176,27 @@ def _count_down(counter: Counter[_Key], key: _Key) -> None:
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
+
+
+_TOUCH_S = 60.0
+"""The least time between two notes of a row's use."""
+_MOST_TOUCHED = 1 << 17
+
+
+class TouchedRows:
+    """Which uses of rows are noted: one a minute of each row."""
+
+    def __init__(self) -> None:
+        self._touched: dict[RowName, float] = {}
+
+    def __contains__(self, row: RowName) -> bool:
+        return row in self._touched
+
+    def take_due(self, rows: Sequence[RowName], now: float) -> list[RowName]:
+        """Those of ``rows`` whose use is to be noted now."""
+        touched = self._touched
+        due = [row for row in rows if now - touched.get(row, -_TOUCH_S) >= _TOUCH_S]
+        if len(touched) > _MOST_TOUCHED:
+            touched.clear()
+        touched.update(dict.fromkeys(due, now))
+        return due

@@ -23,10 +23,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from pdconn.sidechannel.quiet_log import QuietLog
+from pdconn.store.budget.row_tree import TouchedRows
 from pdconn.store.engine.lookups import (
     Catalogue,
     Learnt,
@@ -231,7 +234,10 @@ class Committer:
             if unwritten == _AHEAD:
                 break
             # 1. A WA row waits while its FA row does.
-            if row.name.kind is RowKind.WA and replace(row.name, kind=RowKind.FA) in pending.rows:
+            if (
+                row.name.kind is RowKind.WA
+                and structs.replace(row.name, kind=RowKind.FA) in pending.rows
+            ):
                 continue
             # 2. A row waits for its notes as long as they may come.
             notes = shelf.notes(self._writer, row.part)
@@ -288,14 +294,12 @@ class Committer:
     def _has_full(self, shelf: Shelf, namespace: str, name: RowName) -> bool:
         """Whether the FA row is there, which another engine may have saved."""
         known = self._catalogue.has_key(RowKind.FA, name.key)
-        return known or shelf.has(namespace, replace(name, kind=RowKind.FA))
+        return known or shelf.has(namespace, structs.replace(name, kind=RowKind.FA))
 
 
 _BUSY_S = 0.02
 """Between looks for notes while rows are being saved."""
 _IDLE_S = 0.5
-_TOUCH_S = 60.0
-"""The least time between two notes of a row's use."""
 _FAULT_S = 5.0
 """From a failure of the shelf to the next try."""
 _ROWS_AT_ONCE = 512
@@ -437,7 +441,7 @@ class KeeperLoop:
         self._open_shelf, self._clock, self._describe = shelf, clock, describe
         self._owed = _Owed(catalogue.namespace)
         self._committer = committer(settled=self._owed.settled.append)
-        self._touched: dict[RowName, float] = {}
+        self._touched = TouchedRows()
         self._kept: deque[KeeperCommand] = deque()
 
     def run_keeper(self) -> None:
@@ -562,11 +566,7 @@ class KeeperLoop:
             self._outbox.put_quietly(report)
 
     def _touch(self, shelf: Shelf, rows: Sequence[RowName]) -> None:
-        now = self._clock()
-        due = [row for row in rows if now - self._touched.get(row, -_TOUCH_S) >= _TOUCH_S]
-        if len(self._touched) > 1 << 17:
-            self._touched.clear()
-        self._touched.update(dict.fromkeys(due, now))
+        due = self._touched.take_due(rows, self._clock())
         try:
             shelf.touch(self._catalogue.namespace, due)
         except StoreError as error:  # such as a root that we may only read

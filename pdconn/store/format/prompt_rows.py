@@ -124,14 +124,15 @@ def pieces(layout: RowLayout | None, boundary: int) -> range:
     if layout is None:
         return range(0)
     last = boundary // layout.block_tokens - 1
-    first = min(reach(section, boundary) for section in layout.sections) // layout.block_tokens
+    first = min([reach(section, boundary) for section in layout.windows]) // layout.block_tokens
     return range(min(first, last), last + 1)
 
 
 def can_resume(layout: StoreLayout, boundary: int) -> bool:
     """Whether every section's units end at ``boundary``."""
-    sections = layout.fa.sections + (layout.wa.sections if layout.wa is not None else ())
-    return all(boundary % section.unit_tokens == 0 for section in sections)
+    if boundary % layout.fa.unit_tokens:
+        return False
+    return layout.wa is None or boundary % layout.wa.unit_tokens == 0
 
 
 def find_boundary(layout: StoreLayout, limit: int, has: IsThere) -> int:

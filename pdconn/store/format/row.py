@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from math import gcd
+from math import gcd, lcm
 
 import msgspec
 from msgspec import structs
@@ -61,15 +61,20 @@ class RowKind(StrEnum):
     FA = "fa"
     WA = "wa"
 
+    # As text, without Python code: tables of rows are by kind.
+    __hash__ = str.__hash__
 
-@dataclass(frozen=True, slots=True, order=True)
-class RowName:
+
+class RowName(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
     """A row of one namespace: tokens ``[index * block_tokens, (index + 1) * block_tokens)``.
 
     ``key`` and ``parent`` are 16 bytes; ``parent`` is the key of block ``index - 1``.  ``tenant``
     is the label of the tenant whose prompt it is, 8 bytes, or empty: a row belongs to one tenant,
     since its key depends on the cache salt.
     """
+
+    # A struct, whose hash and comparison take no Python code: the engine's thread and the evictor
+    # look every row of a prompt up in several tables.
 
     kind: RowKind
     key: bytes
@@ -182,6 +187,16 @@ class RowLayout(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
     def data_nbytes(self) -> int:
         """Bytes before the footer."""
         return self.starts[-1]
+
+    @cached_property
+    def unit_tokens(self) -> int:
+        """Every section's units end at multiples of this."""
+        return lcm(*(section.unit_tokens for section in self.sections))
+
+    @cached_property
+    def windows(self) -> tuple[Section, ...]:
+        """A section of each kind and window."""
+        return tuple({(one.kind, one.window): one for one in self.sections}.values())
 
     @cached_property
     def slabs(self) -> tuple[Slab, ...]:

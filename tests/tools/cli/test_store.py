@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.format.row import RowKind, RowName
@@ -180,7 +180,7 @@ def test_help_has_examples(what: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_key_of_the_wrong_parent_is_not_reached(root: Path, run: Run) -> None:
     """Negative control of the chains: the index alone does not make a prefix."""
-    stranger = replace(full(CHAIN, [5])[0], parent=prompt(3, 6).keys[4])
+    stranger = structs.replace(full(CHAIN, [5])[0], parent=prompt(3, 6).keys[4])
     save(root, [stranger])
     (one,) = asked(run, "ls", root)
     assert one["longest_prefix_tokens"] == 5 * BLOCK
