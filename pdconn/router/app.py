@@ -136,7 +136,7 @@ class RouterApp:
         """The routes, as an aiohttp application."""
         middlewares = [
             self.admission.observing,
-            logging_access(self._ended),
+            logging_access(self._ended, with_blocks=self._config.traces.log_blocks),
             refusing(_SERVED, name_engines=self._config.listen.show_engines),
             checking_heads,
             *([] if self._keys is None else [requiring(self._keys)]),

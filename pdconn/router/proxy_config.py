@@ -510,7 +510,7 @@ class AdmissionSettings(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings(CheckedSettings):
-    """Trace export."""
+    """Trace export, and what the access log has of prompts."""
 
     otlp_traces_endpoint: str | None = option(
         None,
@@ -519,6 +519,10 @@ class TraceSettings(CheckedSettings):
         "export a trace of every request there, such as http://collector:4318/v1/traces; "
         "needs pdconn[otel]",
         unset="no traces",
+    )
+    log_blocks: bool = switch(
+        "put digests of a prompt's blocks into the access log, for pdconn plan --trace; with "
+        "--log-format json"
     )
 
     def make_tracing(self) -> Tracing | None:

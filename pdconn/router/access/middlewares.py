@@ -24,6 +24,7 @@ from aiohttp.typedefs import Handler, Middleware
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import KEY_HEADER, REQUEST_ID_HEADER, Route
+from pdconn.router.prefix.block_digests import encode_blocks
 from pdconn.router.router_errors import (
     BadHead,
     MethodNotAllowed,
@@ -31,6 +32,7 @@ from pdconn.router.router_errors import (
     Refusal,
     UnsupportedEncoding,
 )
+from pdconn.router.routing.policy import Decision
 from pdconn.router.routing.request_events import Passed, RequestEnded
 from pdconn.router.routing.routed_request import Guess, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
@@ -98,10 +100,15 @@ def _value(value: str | float | None) -> str:
     return value if _PLAIN.fullmatch(value) else shown(value, _MOST_SHOWN)
 
 
-def logging_access(on_end: Callable[[RoutedRequest], object]) -> Middleware:
+def logging_access(
+    on_end: Callable[[RoutedRequest], object], *, with_blocks: bool = False
+) -> Middleware:
     """A middleware that logs every request, and calls ``on_end`` with each routed request.
 
     It is the outermost middleware, so that it sees the status that the client receives.
+
+    Args:
+        with_blocks: whether the log has digests of the prompt's blocks.
     """
 
     @web.middleware
@@ -121,7 +128,7 @@ def logging_access(on_end: Callable[[RoutedRequest], object]) -> Middleware:
             raise
         finally:
             _CURRENT.reset(token)
-            _ended(request, served, status, on_end)
+            _ended(request, served, status, on_end, with_blocks=with_blocks)
         if served.request_id.isascii() and served.request_id and not response.prepared:
             response.headers.setdefault(REQUEST_ID_HEADER, served.request_id)
         return response
@@ -134,6 +141,8 @@ def _ended(
     served: Served,
     status: int | None,
     on_end: Callable[[RoutedRequest], object],
+    *,
+    with_blocks: bool,
 ) -> None:
     now_s = time.perf_counter()
     routed, answer = served.routed, served.answer
@@ -144,11 +153,20 @@ def _ended(
     # Probes arrive every few seconds.
     level = logging.DEBUG if http.path in PROBES else logging.INFO
     if log.isEnabledFor(level):
-        log.log(
-            level,
-            "pdconn: request %s",
-            KeyValues(_fields(http, served, status, now_s - served.began_s)),
-        )
+        fields = _fields(http, served, status, now_s - served.began_s)
+        blocks = _prompt_blocks(routed.decision) if with_blocks and routed is not None else None
+        if blocks is not None:
+            fields["prompt_blocks"] = blocks
+        log.log(level, "pdconn: request %s", KeyValues(fields))
+
+
+def _prompt_blocks(decision: Decision | None) -> str | None:
+    """Digests of a prompt's blocks; None if they were not looked up."""
+    if decision is None or decision.lookup is None:
+        return None
+    for scheme, prompt in decision.lookup.prompts.items():
+        return encode_blocks(prompt.hashes, scheme.block_tokens)
+    return None
 
 
 def _fields(

@@ -13,7 +13,9 @@ from pdconn.store.store_errors import StoreError
 from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish, tokens
 from pdconn.tools.cli.stdout import terminal_width
 from pdconn.tools.cli.store.planned_store import configure_store, forecast_stored
+from pdconn.tools.cli.store.traced_store import configure_trace, forecast_traced
 from pdconn.tools.plan.advice import advise
+from pdconn.tools.plan.drawing.curve_picture import draw_curve
 from pdconn.tools.plan.drawing.picture import draw
 from pdconn.tools.plan.engine_shape import EngineShape, parse_engine
 from pdconn.tools.plan.forecast import Forecast, forecast
@@ -48,6 +50,7 @@ examples:
   pdconn plan --model gpt-oss-120b --dtype fp8 --link rdma-200
   pdconn plan --model ./my-model --hit 4096 --link shm --json=plan.json --svg plan.svg
   pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
+  pdconn plan --model gemma-3-27b --store --trace trace.jsonl --prefill-rate 12000 --svg curve.svg
   pdconn plan --model llama-3.1-70b --prompt 32k --link 100Gb/s --stream --prefill-rate 9000
   pdconn plan --list
 
@@ -101,12 +104,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chunk", type=tokens, default=CHUNK_TOKENS, metavar="TOKENS",
-        help="max_num_batched_tokens of prefill, for --stream (default: %(default)s)",
+        help="max_num_batched_tokens of prefill, for --stream and --trace (default: %(default)s)",
     )  # fmt: skip
-    configure_store(parser.add_argument_group("a store"))
+    store = parser.add_argument_group("a store")
+    configure_store(store)
+    configure_trace(store)
     configure_json(parser)
+    _configure_picture(parser)
+
+
+def _configure_picture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw one block and its descriptors as SVG"
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw one block and its descriptors as SVG, "
+        "or with --trace the share of tokens that a store loads over its capacity",
     )
     parser.add_argument(
         "--group",
@@ -140,10 +153,14 @@ def run_command(args: argparse.Namespace) -> int:
             publish(ShapesReport(), args.json, terminal_width())
             return 0
         made = _forecast(args)
-        stored = forecast_stored(args, made.decode)
-        report = ForecastReport(made, advise(made), stored, _forecast_streamed(args, made))
+        stored, curve = forecast_stored(args, made.decode), forecast_traced(args, made.decode)
+        report = ForecastReport(made, advise(made), stored, _forecast_streamed(args, made), curve)
         if args.svg:
-            svg = draw(made.prefill, made.decode, args.group)
+            if curve is None:
+                svg = draw(made.prefill, made.decode, args.group)
+            else:
+                title = f"A store for {made.decode.model.name}: {args.trace.name}"
+                svg = draw_curve(curve.curve, title)
             args.svg.write_text(svg, encoding="utf-8")
         publish(report, args.json, terminal_width())
     except (BadArgument, ForecastError, PlanningError, StoreError, OSError) as error:

@@ -16,6 +16,7 @@ from pdconn.tools.plan.forecast import Cost, Forecast, GroupForecast
 from pdconn.tools.plan.link import PRESETS, ROUND_TRIPS, Link
 from pdconn.tools.plan.model_shape import ModelShape
 from pdconn.tools.plan.store.cost import StoreForecast
+from pdconn.tools.plan.store.curve_report import CurveReport
 from pdconn.tools.plan.store.store_forecast_report import StoreForecastReport
 from pdconn.tools.plan.streamed import StreamedForecast
 from registration.references import AttentionKind
@@ -54,6 +55,7 @@ class ForecastReport:
     advice: Sequence[Advice]
     stored: StoreForecast | None = None
     streamed: StreamedForecast | None = None
+    curve: CurveReport | None = None
 
     def text(self, width: int | None = None) -> str:
         """The tables, the totals and the warnings."""
@@ -64,9 +66,9 @@ class ForecastReport:
         parts = [_header(made), _groups(made, width), verdict, _menu(made, width)]
         parts += [f"warning ({one.code}): {one.text}" for one in self.advice]
         text = "\n\n".join(part if width is None else _folded(part, width) for part in parts)
-        if self.stored is None:
-            return text
-        return f"{text}\n\n{StoreForecastReport(self.stored).text(width)}"
+        if self.stored is not None:
+            text = f"{text}\n\n{StoreForecastReport(self.stored).text(width)}"
+        return text if self.curve is None else f"{text}\n\n{self.curve.text(width)}"
 
     def document(self) -> dict[str, Any]:
         """``total`` is the sum of ``groups`` and of ``ranks``."""
@@ -100,6 +102,8 @@ class ForecastReport:
             found["streamed"] = document(_STREAMED, self.streamed)
         if self.stored is not None:
             found["store"] = StoreForecastReport(self.stored).document()
+        if self.curve is not None:
+            found["store_curve"] = self.curve.document()
         return found
 
 

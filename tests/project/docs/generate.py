@@ -20,6 +20,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples import mooncake_trace
 from tests.project.docs import store_settings as store_settings_table
 from tests.project.docs.claims import measured_parts
 
@@ -142,6 +144,18 @@ def example_plan_store() -> str:
     words = "plan", "--model", "gemma-3-27b", "--prompt", "32k", "--decode", "tp=2", "--store"
     text = example(*words, "--prefill-rate", "12000")
     return re.sub(r"(?<=12000\n).*?\n(?=store  )", "...\n", text, flags=re.DOTALL)
+
+
+def example_plan_trace() -> str:
+    """What ``pdconn plan --store --trace`` adds, of a trace of 500 requests."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.jsonl")
+        lines = (json.dumps(one) + "\n" for one in mooncake_trace.requests(500))
+        path.write_text("".join(lines), encoding="utf-8")
+        words = "plan", "--model", "gpt-oss-120b", "--store", "--trace", str(path)
+        more = "--engine-cache", "64k", "--prefill-rate", "12000"
+        text = example(*words, *more).replace(str(path), path.name)
+    return re.sub(r"(?<=12000\n).*?\n(?=trace  )", "...\n", text, flags=re.DOTALL)
 
 
 def example_plan_tutorial() -> str:
@@ -307,6 +321,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
         "--prefill", "tp=4,layout=LBHNC", "--decode", "tp=8",
     ),
     "example-plan-store": example_plan_store,
+    "example-plan-trace": example_plan_trace,
     "example-plan-tutorial": example_plan_tutorial,
     "example-score": partial(example, "score", "examples/snapshot.json"),
     "engine-metrics": engine_metrics,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 from pdconn.store.settings import WINDOW_EVERY, size_of
 from pdconn.tools.cli.common_options import BadArgument, tokens
@@ -53,6 +54,32 @@ def forecast_stored(args: argparse.Namespace, engine: EngineShape) -> StoreForec
     """
     if not args.store:
         return None
+    numbers = store_numbers(args)
+    return forecast_store(
+        engine,
+        args.prompt,
+        numbers.rate,
+        prefill_rate=args.prefill_rate,
+        window_every=numbers.every,
+        staging=numbers.staging,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreNumbers:
+    """The store of the options: bytes per second, ``window_every``, bytes of staging."""
+
+    rate: float
+    every: int | str
+    staging: int
+
+
+def store_numbers(args: argparse.Namespace) -> StoreNumbers:
+    """The store that the options describe.
+
+    Raises:
+        BadArgument: an option is invalid.
+    """
     try:
         rate = parse_link(args.store_rate).bytes_per_s
     except ShapeError as error:
@@ -70,11 +97,4 @@ def forecast_stored(args: argparse.Namespace, engine: EngineShape) -> StoreForec
         if not every:
             known = f"{', '.join(WINDOW_EVERY)} or a number of tokens"
             raise BadArgument("--store-window-every", known, args.store_window_every)
-    return forecast_store(
-        engine,
-        args.prompt,
-        rate,
-        prefill_rate=args.prefill_rate,
-        window_every=every,
-        staging=staging,
-    )
+    return StoreNumbers(rate, every, staging)

@@ -44,6 +44,51 @@ LONGEST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class LoadSizes:
+    """Bytes that all ranks together read of one row of each kind: slabs and footers."""
+
+    fa: int
+    wa: int
+
+    @classmethod
+    def of_shares(cls, whole: StoreLayout, shares: Sequence[StoreLayout]) -> LoadSizes:
+        """From whole rows, and each rank's share of them."""
+        return cls(
+            sum(_read_nbytes(whole.fa, share.fa) for share in shares),
+            sum(_read_nbytes(whole.wa, share.wa) for share in shares),
+        )
+
+    def load_nbytes(self, layout: StoreLayout, boundary: int) -> int:
+        """Bytes of all rows up to a boundary."""
+        rows = rows_needed(layout, 0, boundary)
+        return sum(self.fa if kind is RowKind.FA else self.wa for kind, _ in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShapes:
+    """The rows of an engine: their layout, and their bytes when all ranks load them, and staged."""
+
+    layout: StoreLayout
+    load: LoadSizes
+    staged: ShareSizes
+
+    @classmethod
+    def of_engine(cls, engine: EngineShape, block_tokens: int | None = None) -> StoredShapes:
+        """Of rows of ``block_tokens``; None for 256, or for an engine block with states.
+
+        Raises:
+            FormatError: canonical blocks are no multiple of the engine's blocks.
+        """
+        ranks = engine.references(1)
+        if block_tokens is None:
+            block_tokens = engine.attention_block_tokens if engine.model.states else BLOCK_TOKENS
+        layout = store_layout(ranks, block_tokens)
+        shares = [share_layout([rank], block_tokens) for rank in ranks]
+        load = LoadSizes.of_shares(layout, shares)
+        return cls(layout, load, ShareSizes.from_shares(shares))
+
+
+@dataclass(frozen=True, slots=True)
 class StagingForecast:
     """Host memory of each rank for loading a prompt.
 
@@ -154,15 +199,11 @@ def forecast_store(
         FormatError: canonical blocks are no multiple of the engine's blocks.
     """
     _check(prompt_tokens, rate, prefill_rate, staging)
-    ranks = engine.references(1)
-    if block_tokens is None:
-        block_tokens = engine.attention_block_tokens if engine.model.states else BLOCK_TOKENS
-    layout = store_layout(ranks, block_tokens)
+    rows = StoredShapes.of_engine(engine, block_tokens)
+    layout, load, sizes = rows.layout, rows.load, rows.staged
     spacing = Spacing(None) if engine.model.states else Spacing.from_setting(layout, window_every)
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
     saved = _saved(layout, spacing, prompt_tokens)
-    shares = [share_layout([rank], block_tokens) for rank in ranks]
-    load, sizes = _LoadSizes.of_shares(layout, shares), ShareSizes.from_shares(shares)
     tokens = range(prompt_tokens - 1)
     staged = Fitting.largest(layout, sizes, staging, tokens, lambda kind, at: (kind, at) in saved)
     return StoreForecast(
@@ -204,25 +245,6 @@ def _saved(
     return frozenset((name.kind, name.index) for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadSizes:
-    """Bytes that all ranks together read of one row of each kind: slabs and footers."""
-
-    fa: int
-    wa: int
-
-    @classmethod
-    def of_shares(cls, whole: StoreLayout, shares: Sequence[StoreLayout]) -> _LoadSizes:
-        return cls(
-            sum(_read_nbytes(whole.fa, share.fa) for share in shares),
-            sum(_read_nbytes(whole.wa, share.wa) for share in shares),
-        )
-
-    def load_nbytes(self, layout: StoreLayout, boundary: int) -> int:
-        rows = rows_needed(layout, 0, boundary)
-        return sum(self.fa if kind is RowKind.FA else self.wa for kind, _ in rows)
-
-
 def _read_nbytes(whole: RowLayout | None, share: RowLayout | None) -> int:
     if whole is None or share is None or not share.sections:
         return 0
@@ -230,7 +252,7 @@ def _read_nbytes(whole: RowLayout | None, share: RowLayout | None) -> int:
 
 
 def _break_even(
-    layout: StoreLayout, load: _LoadSizes, rate: float, prefill_rate: float
+    layout: StoreLayout, load: LoadSizes, rate: float, prefill_rate: float
 ) -> int | None:
     """Tokens of the shortest prompt from which on every boundary is loaded faster."""
     size, wa = layout.block_tokens, layout.wa
