@@ -302,7 +302,7 @@ _RECOUNT_SOON_S = 60.0
 """Until the recount after one that followed lost accounts: parts under way are over then."""
 _LOOK_S = 5.0
 """Between checks for dead writers, a count that cannot be read, and replaced folders."""
-_ROWS = 4
+LEAST_ROWS = 4
 """The least allowance, in rows of each kind."""
 
 
@@ -325,7 +325,7 @@ class RootBudget:
     ) -> None:
         self._settings, self._writer = settings, writer
         self._clock, self._now = clock, now
-        self._allowance = Allowance(_ROWS * each_nbytes)
+        self._allowance = Allowance(LEAST_ROWS * each_nbytes)
         self._accounts: Accounts | None = None
         self._evictor: Evictor | None = None
         self._count_at = self._looked_at = float("-inf")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from pdconn.store.budget.accounts import Accounts, RowCount, Usage, WriterAccount, sum_usage
-from pdconn.store.budget.root_budget import Allowance, Evictor
+from pdconn.store.budget.root_budget import LEAST_ROWS, Allowance, Evictor
 from pdconn.store.budget.row_tree import TouchedRows
 from pdconn.store.engine.lookups import Fitting, ShareSizes
 from pdconn.store.engine.saves import Saving, rows_to_save
@@ -32,8 +32,6 @@ from pdconn.store.shelf.interface import Shelf, StoredRow
 from registration.references import AttentionKind
 
 _NAMESPACE = ""
-_ALLOWED_ROWS = 4
-"""The least allowance, in rows of each kind, as in :class:`~pdconn.store.budget.RootBudget`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +223,7 @@ class SimulatedStore:
         self.root = SimulatedRoot(capacity)
         self._settings, self._has_states = settings, settings.has_states
         self._row_nbytes = row_sizes(settings.layout)
-        self._allowance = Allowance(_ALLOWED_ROWS * sum(self._row_nbytes.values()))
+        self._allowance = Allowance(LEAST_ROWS * sum(self._row_nbytes.values()))
         # Its accounts and its shelf are those of a root as the evictor and the allowance use them.
         self._accounts = cast("Accounts", self.root)
         # Time stands still for it: it lists the rows once, and knows all that come after.

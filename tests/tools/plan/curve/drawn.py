@@ -61,6 +61,20 @@ def conversations(
             open_ones.pop(rng.randrange(len(open_ones) // 2))
 
 
+def branches(seed: int, num_requests: int = 60) -> Iterator[TracedRequest]:
+    """Prompts that part from one of the last twelve at any block of it."""
+    rng = random.Random(seed)
+    fresh = iter(range(1, 1 << 30))
+    prompts: list[list[int]] = []
+    for number in range(num_requests):
+        before = rng.choice(prompts[-12:]) if prompts and rng.random() < 0.75 else []
+        ids = before[: rng.randrange(len(before) + 1)]
+        tokens = len(ids) * BLOCK + rng.randrange(1, 400)
+        ids = ids + [next(fresh) for _ in range(-(-tokens // BLOCK) - len(ids))]
+        prompts.append(ids)
+        yield TracedRequest(tokens, 0, ids, BLOCK, at_s=100.0 * number)
+
+
 def _attention(layers: tuple[int, ...], window: int | None = None) -> LayerSort:
     kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING_WINDOW
     return LayerSort(layers, kind, window, heads=1, row_nbytes=64)

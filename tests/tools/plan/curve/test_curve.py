@@ -25,7 +25,7 @@ from pdconn.tools.plan.store.curve import (
 )
 from pdconn.tools.plan.store.simulated_store import SimulatedRoot, SimulatedSettings
 from pdconn.tools.plan.store.trace_sample import TraceSample, TraceSurvey
-from tests.tools.plan.curve.drawn import ENGINES, ROW_TOKENS, conversations, settings_of
+from tests.tools.plan.curve.drawn import ENGINES, ROW_TOKENS, branches, conversations, settings_of
 from tests.tools.plan.curve.real_store import replay
 
 UNKNOWN = Rates(LoadSizes(0, 0), 1.0, None)
@@ -197,10 +197,22 @@ def test_full_attention_alone_never_hits_less_in_a_larger_store(
     assert shares == sorted(shares)
 
 
+def test_with_windows_a_larger_store_may_hit_less_by_little() -> None:
+    """The control: it is no law there, so one simulation does not do for all capacities."""
+    of = settings_of(ENGINES["windows"], window_every="last")
+    row = sum(row_sizes(of.layout).values())
+    lost = []
+    for seed in range(8):
+        curve = curve_of(of, list(branches(seed)), [row * rows for rows in range(16, 100, 7)])
+        shares = [100 * curve.hit_share(point) for point in curve.points]
+        lost.append(max(max(shares[: at + 1]) - share for at, share in enumerate(shares)))
+    assert 0 < max(lost) <= POINTS
+
+
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("seed", range(3))
 def test_windows_and_states_hit_hardly_less_in_a_larger_store(name: str, seed: int) -> None:
-    """It is no law there: a larger store uses other windows.  Noise is within two points."""
+    """A larger store uses other windows; the noise of that is within two points."""
     of = settings_of(ENGINES[name])
     requests = list(conversations(seed, 300))
     smallest, *_ = capacities(of, requests)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,6 +165,32 @@ def test_a_chain_is_over_after_a_minute() -> None:
 def test_a_line_that_is_no_batch_is_refused() -> None:
     with pytest.raises(BadTrace, match="line 2: expected base64 of a batch"):
         read(batch(1.0), b"AAAA")
+
+
+def test_the_program_of_the_docs_records_what_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs/stores.md").read_text(encoding="utf-8")
+    program = re.search(r"```python\n(# record.py.*?)```", page, re.DOTALL)
+    assert program is not None
+    record, events = tmp_path / "record.py", tmp_path / "events"
+    record.write_text(program[1], encoding="utf-8")
+    payload = base64.b64decode(batch(1.0, stored([1, 2], None)))
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher, events.open("ab") as out:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        command = [sys.executable, str(record), f"tcp://127.0.0.1:{port}"]
+        recorder = subprocess.Popen(command, stdout=out)
+        try:
+            until = time.monotonic() + 60.0
+            while not events.stat().st_size:
+                assert time.monotonic() < until
+                publisher.send_multipart([b"", (0).to_bytes(8, "big"), payload])  # as vLLM does
+                time.sleep(0.02)
+        finally:
+            recorder.kill()
+            recorder.wait()
+        publisher.close(linger=0)
+    first = events.read_bytes().splitlines()[:1]
+    (found,) = read_trace(first, TraceCounts())
+    assert (found.ids, found.held) == ([1, 2], 0)
 
 
 # Answers
