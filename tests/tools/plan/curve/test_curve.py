@@ -181,20 +181,36 @@ def whole_prompts(requests: list[TracedRequest]) -> list[TracedRequest]:
     ]
 
 
+def rising(requests: list[TracedRequest], spare: int) -> Curve:
+    """Stores for twice the longest prompt and more, of full attention, saved row by row."""
+    of = replace(settings_of(ENGINES["full"]), pass_tokens=ROW_TOKENS)
+    row, whole = row_sizes(of.layout)[RowKind.FA], whole_prompts(requests)
+    rows = 2 * max(one.num_tokens for one in whole) // ROW_TOKENS + spare
+    return curve_of(of, whole, [int(row * rows * times) for times in (1, 1.3, 2, 3)])
+
+
 @settings(deadline=None, max_examples=60)
-@given(requests=traces(), rows=st.integers(200, 300))
+@given(requests=traces(), spare=st.integers(32, 64))
 def test_full_attention_alone_never_hits_less_in_a_larger_store(
-    requests: list[TracedRequest], rows: int
+    requests: list[TracedRequest], spare: int
 ) -> None:
     """Every request uses all rows of its prompt at once: what a store holds, a larger one holds.
 
-    The capacities admit all rows of a pass, and their headroom rises with them.
+    Prompts fit into each, and what a pass saves is never more than what may be written.
     """
-    of = replace(settings_of(ENGINES["full"]), pass_tokens=1 << 20)
-    row = row_sizes(of.layout)[RowKind.FA]
-    curve = curve_of(of, whole_prompts(requests), [row * rows * times for times in (1, 2, 4)])
+    curve = rising(requests, spare)
+    assert all(point.counts.skipped == 0 for point in curve.points)
     shares = [curve.hit_share(point) for point in curve.points]
     assert shares == sorted(shares)
+
+
+def test_stores_of_that_law_evict() -> None:
+    """The control: it is not for want of eviction."""
+    curve = rising(list(conversations(7, 120)), 32)
+    shares = [curve.hit_share(point) for point in curve.points]
+    assert curve.points[-2].counts.evicted > 100
+    assert shares == sorted(shares)
+    assert shares[-1] > shares[0] + 0.05
 
 
 def test_with_windows_a_larger_store_may_hit_less_by_little() -> None:
