@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 
 class FieldError(Exception):
@@ -29,6 +29,13 @@ class FieldError(Exception):
         tail = f"; {hint}" if hint else ""
         super().__init__(f"{field}: expected {expected}, got {type(self).show(seen)}{tail}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The error as another process raises it again, without ``__init__``.
+
+        By default an exception is made of its ``args``, here of the whole text.
+        """
+        return _remade, (type(self), self.args, self.__dict__)
+
     def prefixed(self, owner: str) -> Self:
         """The same error with a longer path to its field: ``owner``, with a separator, precedes it.
 
@@ -36,6 +43,13 @@ class FieldError(Exception):
         --prefill tp: expected a number above 0, got 0
         """
         return type(self)(f"{owner}{self.field}", self.expected, self.seen, self.hint)
+
+
+def _remade(kind: type[FieldError], args: tuple[Any, ...], fields: dict[str, Any]) -> FieldError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 _NEAR = 0.7

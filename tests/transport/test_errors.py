@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from transport.errors import did_you_mean, shown
+from transport.errors import FieldError, did_you_mean, shown
 
 DEEP: list[Any] = []
 for _ in range(100_000):
@@ -74,3 +75,24 @@ KEYS = ("kv_lease_duration", "claim_timeout", "read_timeout", "rehearse", "block
 )
 def test_a_key_is_proposed_only_where_it_is_near(key: str, hint: str) -> None:
     assert did_you_mean(key, KEYS).startswith(hint)
+
+
+class Unwritable(FieldError, OSError):
+    """One whose arguments are not those of its base."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("path", "one that can be written", path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FieldError("tp", "a number above 0", 0, "see --help").prefixed("--prefill "),
+        Unwritable("/nowhere"),
+    ],
+)
+def test_an_error_of_another_process_is_the_same_here(error: FieldError) -> None:
+    """Its ``args`` are the whole text, of which it cannot be made."""
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+    assert vars(again) == vars(error)
