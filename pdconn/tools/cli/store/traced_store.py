@@ -15,8 +15,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pdconn.store.format.footer import row_sizes
 from pdconn.store.format.prompt_rows import Spacing
-from pdconn.store.format.row import RowKind, row_sizes
+from pdconn.store.format.row import RowKind
 from pdconn.store.settings import SAVE, StoreSettings, size_of
 from pdconn.tools.cli.common_options import BadArgument, tokens
 from pdconn.tools.cli.store.planned_store import store_numbers

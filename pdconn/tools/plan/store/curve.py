@@ -99,7 +99,7 @@ class RowNames:
             full.append(names[0])
             windows.append(names[1])
             parent = key
-        chain = NamedChain(size, tuple(keys), tuple(full), tuple(windows))
+        chain = NamedChain(size, tuple(keys), full=tuple(full), windows=tuple(windows))
         answer = request.answer_tokens if with_answer else 0
         return TracedPrompt(chain, request.num_tokens, answer, request.at_s)
 

@@ -26,8 +26,9 @@ from pdconn.store.budget.root_budget import LEAST_ROWS, Allowance, Evictor
 from pdconn.store.budget.row_tree import TouchedRows
 from pdconn.store.engine.lookups import Fitting, ShareSizes
 from pdconn.store.engine.saves import Saving, rows_to_save
+from pdconn.store.format.footer import row_sizes
 from pdconn.store.format.prompt_rows import Chain, Spacing, reach
-from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_sizes
+from pdconn.store.format.row import RowKind, RowName, StoreLayout
 from pdconn.store.shelf.interface import Shelf, StoredRow
 from registration.references import AttentionKind
 
