@@ -23,9 +23,11 @@ from pdconn.store.store_keys import load_keys
 from pdconn.vllm.nixl.in_tree_keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
 from pdconn.vllm.values import (
     OUR_LAYOUT,
+    KeepShares,
     LendBack,
     cores,
     flag,
+    keep,
     layout,
     lease,
     lend_back,
@@ -80,6 +82,7 @@ class Settings:
     security: Security = field(default_factory=Security)
     store: StoreSettings | None = None
     lend_back: LendBack | None = None
+    keep: KeepShares | None = field(default_factory=KeepShares)
 
 
 def read_settings(
@@ -390,6 +393,13 @@ KEYS: tuple[Key, ...] = (
         "`docs/other-routers.md`; needs `kv_role: kv_both`. "
         '`{"seconds": 60, "share": 0.2}`: the lease, and the part of the KV blocks that such '
         "leases may pin, the oldest being given up first.", "`bidirectional_kv_xfer`",
+    ),
+    Key(
+        "keep", "true, false, shares and seconds", "true", keep, "both",
+        "Keep the KV of sessions whose requests ask for it, see `docs/router.md`: "
+        '`{"share": 0.5, "tenant_share": 0.5, "seconds": 3600}`: the parts of the KV blocks that '
+        "all promises and those of one tenant may pin, and the longest promise. They give way to "
+        "requests that lack blocks, the oldest first.",
     ),
     Key(
         "debug_faults", "faults", "none", None, "decode",

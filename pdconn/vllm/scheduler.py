@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pdconn.protocol.messages import Described
+from pdconn.protocol.ticket import ours_in
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
@@ -30,6 +31,7 @@ from pdconn.vllm.identity.adapters import AdapterReader
 from pdconn.vllm.identity.changes import WeightChanges
 from pdconn.vllm.identity.greeting import Greeting
 from pdconn.vllm.idle_steps import IdleSteps
+from pdconn.vllm.keeps.keeping import Keeping
 from pdconn.vllm.lends.growing import GrowingRequests
 from pdconn.vllm.lends.lending import Lending
 from pdconn.vllm.lends.waits import BlockWaits
@@ -62,7 +64,7 @@ class SchedulerParts:
     """The parts of one engine, in the order in which hooks are passed to them.
 
     Attributes:
-        lending, pulling, storing, waits: the part, or None.
+        lending, pulling, storing, waits, keeping: the part, or None.
         every: all parts.
         asked: those that may answer ``get_num_new_matched_tokens``, in the order of asking.
     """
@@ -74,13 +76,16 @@ class SchedulerParts:
         pulling: Pulling | None = None,
         storing: Storing | None = None,
         spans: PullSpans | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self.lending, self.pulling, self.storing = lending, pulling, storing
+        self.keeping = keeping
         self.waits = None if lending is None else BlockWaits(lending, pulling, steady)
         # In a step, waits give up claims before pulling sends the commands for that.  Pulling makes
         # a new request's parameters a dict before lending reads them, and caches the blocks of a
         # finished request before lending lends them.
-        self.every = _there(self.waits, pulling, spans, lending, storing)
+        # It also caches an answer's last window, which keeping keeps then.
+        self.every = _there(self.waits, pulling, spans, lending, storing, keeping)
         # The first part that returns an answer decides.
         self.asked = _there(
             lending,  # 1. The request asks for a prefix of ours: nothing is loaded.
@@ -92,6 +97,14 @@ class SchedulerParts:
 
 def _there(*parts: SchedulerPart | None) -> tuple[SchedulerPart, ...]:
     return tuple(part for part in parts if part is not None)
+
+
+def _united(params: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The parameters of all parts: keys of the first, and what each has in ``pdconn``."""
+    if len(params) < 2:
+        return params[0] if params else None
+    ours = {name: value for one in reversed(params) for name, value in ours_in(one).items()}
+    return {**params[0], "pdconn": ours}
 
 
 class PdScheduler:
@@ -165,7 +178,13 @@ class PdScheduler:
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
         spans = None if pulling is None else PullSpans.from_config(vllm_config)
-        return SchedulerParts(lending=lending, pulling=pulling, storing=storing, spans=spans)
+        return SchedulerParts(
+            lending=lending,
+            pulling=pulling,
+            storing=storing,
+            spans=spans,
+            keeping=None if settings.keep is None else Keeping(settings.keep, steady),
+        )
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Take vLLM's ``KVCacheManager``, before any request.
@@ -283,12 +302,16 @@ class PdScheduler:
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> dict[str, Any] | None:
-        """Lend the blocks of a finished request; returns ``kv_transfer_params`` for its answer."""
+        """Lend and keep the blocks of a finished request.
+
+        Returns:
+            ``kv_transfer_params`` for its answer, or None.
+        """
         self._promised.pop(request.request_id, None)
         count = num_computed(request) if request.status in _COMPUTED else 0
         blocks = TransferBlocks(self._config, block_ids)
         params = [part.request_finished(request, blocks, count) for part in self.parts.every]
-        return next((one for one in params if one is not None), None)
+        return _united([one for one in params if one is not None])
 
     # A step
 

@@ -7,6 +7,7 @@
     PullSpans    traces of pulls                                         if they are traced
     Lending      leases                                                  if it lends
     Storing      saves and loads                                         with a store
+    Keeping      what sessions keep                                      unless that is off
 
 A part implements the hooks that it needs.  Hooks that vLLM does not have are at the end.
 """

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from pdconn.lifecycle.promises import BreakReason
 from pdconn.protocol.messages import RefusalReason
 from pdconn.puller.commands import PullRecord
 from pdconn.vllm.store.store_metrics import STORE_COUNTERS, STORE_GAUGES, STORE_TENANT_GAUGES
@@ -92,6 +93,23 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "Answers and prefixes lent whose leases were given up for later ones, for requests that "
         "could not be admitted, or for an engine that stops.",
     ),
+    "promises_made": (
+        "pdconn:promises_made",
+        "Turns of sessions whose KV was kept for the next turn.",
+    ),
+    "promises_used": ("pdconn:promises_used", "Of these, turns whose next turn has come."),
+    "promises_refused": (
+        "pdconn:promises_refused",
+        "Turns whose KV was not kept, since it was more than the tenant's share.",
+    ),
+    **{
+        f"promises_broken_{why}": (f"pdconn:promises_broken_{why}", f"Promises broken: {text}")
+        for why, text in (
+            (BreakReason.ROOM, "requests lacked blocks."),
+            (BreakReason.SHARE, "later promises of a tenant that keeps most."),
+            (BreakReason.RESET, "the cache was reset, or the weights have changed."),
+        )
+    },
     "tickets_mistaken": (
         "pdconn:tickets_mistaken",
         "Tickets that were for another prompt than their request's, which was computed.",
@@ -144,6 +162,12 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "Side-channel connections refused because too many were open.",
     ),
     **STORE_COUNTERS,
+}
+
+_GAUGES: dict[str, tuple[str, str]] = {
+    "kept_blocks": ("pdconn:kept_blocks", "Blocks kept for sessions; shared ones count once."),
+    "kept_sessions": ("pdconn:kept_sessions", "Sessions whose KV is kept."),
+    **STORE_GAUGES,
 }
 
 
@@ -261,7 +285,7 @@ class PdPromMetrics(KVConnectorPromMetrics):
                 ),
                 per_engine_labelvalues,
             )
-            for key, (name, text) in STORE_GAUGES.items()
+            for key, (name, text) in _GAUGES.items()
         }
         # Their children are made when a tenant is first named: the store bounds how many are.
         self._labelvalues = per_engine_labelvalues

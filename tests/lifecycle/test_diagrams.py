@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from pdconn.lifecycle import lease, load, peer, pull
+from pdconn.lifecycle import lease, load, peer, promises, pull
 
 
-@pytest.mark.parametrize("module", [lease, load, peer, pull], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [lease, load, peer, pull, promises], ids=lambda m: m.__name__)
 def test_a_diagram_names_what_its_table_has(module: ModuleType) -> None:
     drawn = _diagram(module)
     words = set(re.findall(r"[A-Za-z]+", drawn))

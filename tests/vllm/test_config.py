@@ -8,6 +8,7 @@ import pytest
 
 from pdconn.puller.warmup import Place
 from pdconn.vllm.config import ConfigError, read_settings
+from pdconn.vllm.values import KeepShares
 
 
 def test_defaults_come_from_vllms_environment() -> None:
@@ -64,3 +65,23 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest() -> None:
 def test_a_wrong_value_names_key_expected_and_seen(extra: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_settings(extra, "localhost", 5600, 0)
+
+
+def kept_by(extra: dict[str, Any]) -> KeepShares | None:
+    return read_settings(extra, "localhost", 5600, 0).keep
+
+
+def test_what_sessions_keep_is_bounded_by_shares() -> None:
+    assert kept_by({}) == KeepShares(0.5, 0.5, 3600.0)
+    assert kept_by({"keep": False}) is None
+    given = {"share": 0.3, "tenant_share": 0.4, "seconds": 60}
+    assert kept_by({"keep": given}) == KeepShares(0.3, 0.3, 60.0), "a tenant keeps no more"
+
+
+@pytest.mark.parametrize(
+    "keep", [0, "on", {"shares": 1}, {"share": 0}, {"share": 1}, {"tenant_share": True},
+             {"seconds": 0}, {"seconds": 1e9}, {"share": "0.1"}],
+)  # fmt: skip
+def test_other_shares_are_refused_by_name(keep: object) -> None:
+    with pytest.raises(ConfigError, match=r"^keep: expected "):
+        kept_by({"keep": keep})

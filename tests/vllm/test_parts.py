@@ -121,6 +121,16 @@ def test_what_is_promised_is_brought_by_the_part_that_promised_it(by: str) -> No
         assert made[name].promised == [(39, name == by)]
 
 
+def test_what_parts_say_in_our_own_key_is_united_and_a_ticket_keeps_its_own() -> None:
+    half, made = parts()
+    ticket = {"remote_port": 1, "pdconn": {"version": 2}}
+    made["lending"].request_finished = lambda *_: ticket
+    made["storing"].request_finished = lambda *_: {"pdconn": {"kept": 9, "version": 7}}
+    united = {"remote_port": 1, "pdconn": {"version": 2, "kept": 9}}
+    assert half.request_finished(request(), ([1, 2],)) == united
+    assert ticket["pdconn"] == {"version": 2}, "a ticket may be given to others, too"
+
+
 def test_a_promise_lapses_when_vllm_asks_again_or_the_request_leaves() -> None:
     """The store's, when a ticket answers later: both would write to the same blocks."""
     half, made = parts(storing=(32, True))

@@ -34,7 +34,7 @@ from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.cache_resets import watch_resets
-from pdconn.vllm.patches.pool.pinned_blocks import pin_blocks, unpin_blocks
+from pdconn.vllm.patches.pool.pinned_blocks import NumberedPins
 from pdconn.vllm.patches.pool.state_blocks import end_pass_at
 from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 from pdconn.vllm.store.boundary_states import StateGroups
@@ -52,44 +52,13 @@ _PINNED_SHARE = 4
 """At most this fraction of the blocks is pinned for saves; rows beyond that are not saved."""
 
 
-class SavePins:
-    """Blocks of vLLM's pool that are pinned while their rows are being saved.
-
-    Attributes:
-        pool: vLLM's block pool.
-        num_blocks: blocks pinned; one that several saves pin counts for each.
-    """
-
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self.num_blocks = 0
-        self._pinned: dict[int, list[Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._pinned)
+class SavePins(NumberedPins):
+    """Blocks that are pinned while their rows are being saved, by number of the save."""
 
     @property
     def is_full(self) -> bool:
         """Whether no further rows are saved, since too many blocks are pinned."""
         return bool(self.num_blocks * _PINNED_SHARE > self.pool.num_gpu_blocks)
-
-    def pin_blocks(self, number: int, ids: Sequence[int]) -> None:
-        """Pin the engine's blocks of save ``number``."""
-        blocks = pin_blocks(self.pool, ids)
-        self._pinned[number] = blocks
-        self.num_blocks += len(blocks)
-
-    def unpin_blocks(self, number: int) -> None:
-        """Unpin the blocks of save ``number``, which the ranks have read.  Idempotent."""
-        blocks = self._pinned.pop(number, None)
-        if blocks is not None:
-            self.num_blocks -= len(blocks)
-            unpin_blocks(self.pool, blocks)
-
-    def unpin_all(self) -> None:
-        """Unpin the blocks of all saves."""
-        for number in list(self._pinned):
-            self.unpin_blocks(number)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pdconn.vllm.blocks.kinds import is_state
 from pdconn.vllm.patches.live import Live, expect
 
 SOURCES = {
@@ -43,8 +44,21 @@ def blocks_for(
     total = 0
     for one in manager.coordinator.single_type_managers:
         blocks, most = -(-num_tokens // one.block_size), one.max_admission_blocks_per_request
+        if is_state(one.kv_cache_spec) and one.kv_cache_spec.mamba_cache_mode == "align":
+            blocks = min(blocks, most_states(one.kv_cache_spec))
         total += blocks if most is None else min(blocks, most + more.get(id(one), 0))
     return total
+
+
+def most_states(spec: Any) -> int:
+    """Blocks of states that a request holds at most, where states are kept at boundaries only."""
+    # The state that a step reads, the one that it writes, one for each draft, and a checkpoint.
+    return 2 + int(spec.num_speculative_blocks) + int(spec.num_prefill_checkpoint_blocks)
+
+
+def block_sizes(manager: Any) -> list[int]:
+    """Tokens of a block, by group; all groups take their blocks from one pool."""
+    return [int(one.block_size) for one in manager.coordinator.single_type_managers]
 
 
 def num_free_blocks(manager: Any) -> int:

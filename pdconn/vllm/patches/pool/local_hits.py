@@ -181,6 +181,27 @@ def agreed_hit(manager: Any, request: Any, limit: int) -> tuple[Sequence[Sequenc
     return found, int(tokens)
 
 
+def blocks_of_hit(manager: Any, request: Any, limit: int) -> tuple[list[int], int]:
+    """Blocks without which a finished request's tokens would not hit again.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``.
+        request: vLLM's ``Request``, which still has its blocks.
+        limit: tokens up to which it may hit.
+
+    Returns:
+        Block ids, of all groups, and the tokens of the hit.
+    """
+    found, tokens = agreed_hit(manager, request, limit)
+    blocks = [one.block_id for group in found for one in group if not one.is_null]
+    # Where a drafter reads a group, vLLM finds one block more than it uses.
+    for one in manager.coordinator.single_type_managers if tokens else ():
+        further = one.req_to_blocks.get(request.request_id, ())[tokens // one.block_size :][:1]
+        if one.use_eagle:
+            blocks += [block.block_id for block in further if block.block_hash is not None]
+    return blocks, tokens
+
+
 def check_hits(live: Live) -> None:
     """Check that look-ups find computed blocks, and the tokens that each group holds.
 

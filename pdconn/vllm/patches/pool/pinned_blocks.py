@@ -2,8 +2,8 @@
 
 vLLM reuses a block once its last reference is dropped.  It has no hook by which a connector keeps
 blocks of a finished request, other than to keep the request, for which the engine goes on stepping.
-So leases, saves, prefixes and quarantined reads hold references, like another request that hits the
-same blocks::
+So leases, saves, prefixes, promises and quarantined reads hold references, like another request
+that hits the same blocks::
 
     free list      1 2 3 4 5 6 …        ref_cnt of 2 and 3
     a request      1 · · 4 5 6          1
@@ -51,6 +51,41 @@ def pin_blocks(pool: Any, numbers: Iterable[int]) -> list[Any]:
 def unpin_blocks(pool: Any, blocks: Sequence[Any]) -> None:
     """Drop these references: tail first, so that the head of a prefix stays cached longest."""
     pool.free_blocks(reversed(blocks))
+
+
+class NumberedPins:
+    """Pinned blocks, under numbers that their owner gives: of a save, or of a promise.
+
+    Attributes:
+        pool: vLLM's block pool.
+        num_blocks: blocks pinned; one that several numbers pin counts for each.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.num_blocks = 0
+        self._pinned: dict[int, list[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pinned)
+
+    def pin_blocks(self, number: int, ids: Iterable[int]) -> None:
+        """Pin these blocks under ``number``, under which nothing is pinned."""
+        blocks = pin_blocks(self.pool, ids)
+        self._pinned[number] = blocks
+        self.num_blocks += len(blocks)
+
+    def unpin_blocks(self, number: int) -> None:
+        """Unpin the blocks of ``number``.  Idempotent."""
+        blocks = self._pinned.pop(number, None)
+        if blocks is not None:
+            self.num_blocks -= len(blocks)
+            unpin_blocks(self.pool, blocks)
+
+    def unpin_all(self) -> None:
+        """Unpin the blocks of every number."""
+        for number in list(self._pinned):
+            self.unpin_blocks(number)
 
 
 def is_used_by_others(pool: Any, pinned: Iterable[Iterable[Any]]) -> bool:

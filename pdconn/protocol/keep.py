@@ -1,0 +1,101 @@
+"""Our keys in ``kv_transfer_params`` for sessions: to keep a session's KV, and to release it.
+
+They are in ``pdconn``, beside the keys of :mod:`pdconn.protocol.prefix`.  A router asks with the
+first, and the answer has the second::
+
+    "keep": {"session": "agent-7", "seconds": 300, "tenant": "a"}    0 seconds release it
+    "kept": {"session": "agent-7", "tokens": 3200, "used": true}
+
+``used`` is true if this turn has come back to what was kept for it.  ``broken`` is there if an
+earlier promise of the session was broken, and tells why; ``refused`` if nothing is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.ticket import ours_in
+
+MAX_SESSION = 128
+"""Characters of a session's name, and of a tenant's."""
+MAX_KEEP_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SessionKey:
+    """A session of a tenant; the names of sessions of two tenants are different ones.
+
+    Raises:
+        TicketError: a name that is too long, or not printable.
+    """
+
+    tenant: str
+    session: str
+
+    def __post_init__(self) -> None:
+        for field, text, least in (("tenant", self.tenant, 0), ("session", self.session, 1)):
+            is_text = type(text) is str and least <= len(text) <= MAX_SESSION
+            if not is_text or not text.isprintable():
+                expected = f"{least} to {MAX_SESSION} printable characters"
+                raise TicketError(f"pdconn.keep.{field}", expected, text)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOrder:
+    """What is asked for a session: to keep its KV for ``seconds``, or with 0 to release it.
+
+    Raises:
+        TicketError: ``seconds`` are no number, or out of bounds.
+    """
+
+    key: SessionKey
+    seconds: float
+
+    def __post_init__(self) -> None:
+        seconds = self.seconds
+        if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_KEEP_S:
+            raise TicketError("pdconn.keep.seconds", f"0 to {MAX_KEEP_S:g}", seconds)
+
+
+def keep_of(params: object) -> KeepOrder | None:
+    """What a request's parameters ask for its session; None if they ask for nothing.
+
+    Raises:
+        TicketError: naming the field, the expected and the seen value.
+
+    >>> keep_of({"pdconn": {"keep": {"session": "s", "seconds": 9}}})
+    KeepOrder(key=SessionKey(tenant='', session='s'), seconds=9)
+    """
+    ours = ours_in(params)
+    if "keep" not in ours:
+        return None
+    asked = ours["keep"]
+    if not isinstance(asked, dict):
+        raise TicketError("pdconn.keep", "an object", asked)
+    key = SessionKey(asked.get("tenant", ""), asked.get("session", ""))
+    return KeepOrder(key, asked.get("seconds", 0))
+
+
+def kept_params(
+    session: str,
+    num_tokens: int,
+    *,
+    used: bool = False,
+    broken: str | None = None,
+    refused: str | None = None,
+) -> dict[str, Any]:
+    """The answer's parameters: tokens that are kept from now on.
+
+    Args:
+        session: its name.
+        num_tokens: 0 if nothing is kept.
+        used: whether this turn has come back to what was kept for it.
+        broken: why an earlier promise was broken; None if none was.
+        refused: why nothing is kept; None if something is.
+    """
+    why = {"broken": broken, "refused": refused}
+    said = {name: text for name, text in why.items() if text is not None}
+    kept = {"session": session, "tokens": num_tokens, "used": used, **said}
+    return {"pdconn": {"kept": kept}}
