@@ -180,7 +180,8 @@ class Keeping(SchedulerPart):
         if not self.num_blocks:
             self._needs.forget_asked()
             return
-        lacking = self._needs.take_lacking(counts, now, self._blocks_kept_for)
+        kept = self.num_blocks
+        lacking = self._needs.take_lacking(counts, now, kept, self._blocks_kept_for)
         if lacking > 0:
             self.make_room(lacking)
 

@@ -3,7 +3,8 @@
 vLLM allocates blocks in its own code, before a connector hears of a step.  So after each step this
 counts what the next one needs::
 
-    asked, and not admitted        its whole sequence, less what its session keeps already
+    asked, and not admitted        its whole sequence, less what its session keeps already; nothing
+                                   if that is more than promises can give, and requests run
     running                        the rest of its prompt, as far as a step goes; or one token more
 
 Both are upper bounds, so a request that runs is not preempted for the sake of kept blocks, and one
@@ -67,13 +68,14 @@ class BlockNeeds:
         self._waits_since = math.inf
 
     def take_lacking(
-        self, counts: Mapping[str, int], now: float, kept_for: Callable[[str], int]
+        self, counts: Mapping[str, int], now: float, num_kept: int, kept_for: Callable[[str], int]
     ) -> int:
-        """Blocks that requests lack after a step; 0 or less if they have enough.
+        """Blocks that promises are to give up after a step; 0 or less for none.
 
         Args:
             counts: tokens of the step, by request.
             now: in seconds.
+            num_kept: blocks that promises keep.
             kept_for: returns the blocks that are kept for the session of a request.
         """
         free, total = num_free_blocks(self.manager), sum(counts.values())
@@ -81,14 +83,21 @@ class BlockNeeds:
         asked, self._asked = self._asked, {}
         if not asked:
             return lacking
-        for request_id, num_tokens in asked.items():
-            needed = blocks_for(self.manager, num_tokens) - kept_for(request_id)
-            lacking = max(lacking, needed - free)
-        # vLLM wants more than that: it reserves blocks for others, or nothing else can run.
+        short = max(
+            blocks_for(self.manager, num_tokens) - kept_for(request_id) - free
+            for request_id, num_tokens in asked.items()
+        )
         self._waits_since = min(self._waits_since, now)
-        if not total or now - self._waits_since >= WAITS_S:
+        # 1. Nothing else can run.
+        if not total:
+            return max(lacking, short, 1)
+        # 2. Promises can give what it lacks.  Otherwise requests that run have to end first.
+        if 0 < short <= num_kept:
+            return max(lacking, short)
+        # 3. By this count it lacks nothing, but vLLM reserves blocks for others.
+        if short <= 0 and now - self._waits_since >= WAITS_S:
             self._waits_since = now
-            lacking = max(lacking, 1)
+            return max(lacking, 1)
         return lacking
 
     def _growth(self, counts: Mapping[str, int], total: int, free: int) -> int:

@@ -178,6 +178,22 @@ def test_the_turn_of_a_kept_session_does_not_break_its_own_promise(start: Start)
     assert one.counts["promises_broken_room"] == 0
 
 
+def test_no_promise_is_broken_for_a_request_that_has_to_wait_for_others_in_any_case(
+    start: Start,
+) -> None:
+    """It needs 94 of 109 blocks; 40 are kept, and 50 are in use until another one ends."""
+    one = start(num_blocks=110, shares=MOST)
+    one.turn(one.chat("s", 640), 600.0)
+    one.arrive(one.chat("", 790).tokens, answer=60)
+    one.step()
+    one.arrive(one.chat("", 1490).tokens)
+    for _ in range(40):
+        one.step()
+    assert one.counts["promises_broken_room"] == 0
+    one.run()
+    assert one.counts["promises_broken_room"] == 1
+
+
 def _preemptions(one: Conversing) -> int:
     """Three requests grow until they need what is kept; how often one of them is preempted."""
     chat = one.chat("s", 640)
