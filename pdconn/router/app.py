@@ -8,11 +8,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
-from pdconn.router.access.api_keys import ApiKeys, EngineKey, requiring
+from pdconn.router.access.api_keys import ApiKeys, EngineKey, authorization_of, requiring
 from pdconn.router.access.cors import allowing
 from pdconn.router.access.middlewares import (
     Served,
@@ -43,26 +44,43 @@ from pdconn.router.openai.requests import (
     asking,
     checked_fields,
     from_client,
+    parse_any_body,
     parse_body,
     text,
 )
+from pdconn.router.openai.session_orders import (
+    BROKEN_HEADER,
+    KEPT_HEADER,
+    SESSION_FIELD,
+    SESSION_HEADER,
+    SessionName,
+    session_name,
+    take_order,
+    tenant_of,
+)
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_errors import (
+    BadBody,
     Busy,
     HandoverRequired,
     NoEngineLeft,
     RequestTimedOut,
 )
-from pdconn.router.routing.request_events import Event, FirstToken, Received
+from pdconn.router.routing.request_events import Event, FirstToken, Received, TurnKept
 from pdconn.router.routing.routed_request import RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, RequestSpans, Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
+from transport.errors import shown
 
 log = logging.getLogger(__name__)
 
 _MODEL_NAME = "/v1/models/{name}"
+_ACCEPTED = 202
+_PREFETCH, _RELEASE = "/v1/kv/prefetch", "/v1/kv/release"
 _SERVED = (
     *(route.path for route in Route),
+    _PREFETCH,
+    _RELEASE,
     "/v1/models",
     _MODEL_NAME,
     "/health",
@@ -151,6 +169,9 @@ class RouterApp:
         for passed in PASSED:
             handler = self._counting(passed.name, partial(self._pass, passed))
             app.router.add_route(passed.method, passed.path, handler, expect_handler=_continue)
+        for path, answer in ((_PREFETCH, self._prefetch), (_RELEASE, self._release)):
+            handler = self._counting(path, answer)
+            app.router.add_post(path, handler, expect_handler=_continue)
         models = self._counting("/v1/models", self._models)
         app.router.add_get("/v1/models", models, allow_head=False, expect_handler=_continue)
         # Last, and as a pattern: names of models contain slashes.
@@ -258,6 +279,7 @@ class RouterApp:
             reader=reader,
             deadline_s=deadline_s,
             began=began,
+            more=_told(served.routed),
         )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
@@ -282,15 +304,54 @@ class RouterApp:
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
             body = parse_body(route, await self._bodies.read_body(http, held), self._bodies.xargs)
+            body, order = take_order(body, headers, self._checked_key(http))
             served = current()
             trace = None if served.span is NOT_TRACED else RequestSpans(served.span)
             events: list[Event] = [Received(served.began_s)]
             request = served.routed = RoutedRequest(
-                request_id, headers, body, held, trace, events=events
+                request_id, headers, body, held, trace, session=order, events=events
             )
             held.when_free = request.drop_body
             del body
             return await self._handover.answer_request(request), request_id
+
+    async def _prefetch(self, http: web.Request) -> _Answered:
+        """Begin to bring the prompt of a request to come to its engine; answered at once."""
+        request_id, headers = self._identify(http)
+        with HeldBody(self._bodies.budget) as held:
+            body = parse_any_body(await self._bodies.read_body(http, held), self._bodies.xargs)
+            key = self._checked_key(http)
+            body, order = take_order(body, headers, key)
+            client = tenant_of(key, {}) or f"host:{http.remote}"
+            request = RoutedRequest(request_id, headers, body, held, session=order)
+            held.when_free = request.drop_body
+            plan = await self._handover.prefetches.prefetch(request, client)
+        engine = {"engine": plan.engine} if self._config.listen.show_engines else {}
+        answer = {
+            "action": plan.action,
+            "prompt_tokens": plan.prompt_tokens,
+            "held_tokens": plan.held_tokens,
+            "pulled_tokens": plan.pulled_tokens,
+            **engine,
+        }
+        return Listing(msgspec.json.encode(answer), status=_ACCEPTED), request_id
+
+    async def _release(self, http: web.Request) -> _Answered:
+        """Release a session at the engines that keep it; answered at once."""
+        request_id, headers = self._identify(http)
+        with HeldBody(self._bodies.budget) as held:
+            fields = checked_fields(await self._bodies.read_body(http, held), self._bodies.xargs)
+            name = session_name(fields, headers.get(SESSION_HEADER))
+            if name is None:
+                raise BadBody(SESSION_FIELD, "the name of a session", None)
+            session = SessionName(tenant_of(self._checked_key(http), fields), name)
+            model = fields.get("model")
+            asked = self._handover.prefetches.release(session, model, headers)
+        return Listing(msgspec.json.encode({"engines": asked}), status=_ACCEPTED), request_id
+
+    def _checked_key(self, http: web.Request) -> str | None:
+        """The client's key, if it was checked: else a client could be any tenant."""
+        return None if self._keys is None else authorization_of(http)
 
     async def _pass(self, route: PassedRoute, http: web.Request) -> _Answered:
         """Answer a route that one engine serves; the body is held until the answer begins."""
@@ -348,6 +409,17 @@ def _listed(listing: Listing, request_id: str, *, name_engine: bool) -> web.Resp
         headers[ENGINE_HEADER] = listing.engine
     headers[REQUEST_ID_HEADER] = request_id
     return web.Response(status=listing.status, headers=headers, body=listing.body)
+
+
+def _told(routed: RoutedRequest | None) -> dict[str, str]:
+    """Headers that tell a client what prefill keeps of its session, and what was broken."""
+    event = None if routed is None else routed.last(TurnKept)
+    if event is None:
+        return {}
+    report = event.report
+    # An engine's word, of which a header takes only letters.
+    broken = {} if report.broken is None else {BROKEN_HEADER: shown(report.broken, 20).strip("'")}
+    return {KEPT_HEADER: str(report.tokens), **broken}
 
 
 def _same(name: str | None) -> str | None:

@@ -10,6 +10,7 @@ from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.early_leg import EarlyLegs
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.prefetch import Prefetches
 from pdconn.router.handover.prefill import Prefill
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
@@ -20,6 +21,7 @@ from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.router_limits import Limits
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy
+from pdconn.router.routing.session_table import SessionTable
 from pdconn.router.routing.tokenize import Tokeniser
 
 
@@ -68,6 +70,7 @@ def make_handover(
         abandoned,
         prefill,
         tries,
+        Prefetches(client, router, pulls, tries.metrics, config.sessions),
         early if streams.are_on else None,
     )
 
@@ -91,6 +94,7 @@ def make_router(
         LoadPoller(engines, client, lease_s=config.times.lease_s),
         decodes_alone=config.engines.decodes_alone,
         pulls=None if config.routing.pull_above is None else planner,
+        sessions=SessionTable(config.sessions.max_sessions),
     )
 
 

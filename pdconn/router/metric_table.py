@@ -63,7 +63,53 @@ class ReportedTokens(LabelValue):
     PROMPT = ("prompt", "All tokens of these prompts.")
 
 
+class PromiseEnd(LabelValue):
+    """What became of a promise to keep a session: the label ``outcome`` of ``promises_total``."""
+
+    MADE = ("made", "A turn's KV is kept for the next turn.")
+    USED = ("used", "The next turn has come back to it.")
+    BROKEN = ("broken", "It was given up before its time; the session's next answer tells why.")
+    REFUSED = ("refused", "The engine keeps nothing: no block is cached, or too many are.")
+
+
+class PrefetchEnd(LabelValue):
+    """What became of a prefetch: the label ``outcome`` of ``prefetches_total``."""
+
+    DONE = ("done", "The engine holds the prompt.")
+    HELD = ("held", "The engine held it already.")
+    ALONE = ("alone", "A decode engine will serve the request alone, and holds its prefix.")
+    FAILED = ("failed", "The engine failed or refused, or none was up.")
+    LATE = ("late", "The engine was busy with requests for `--prefetch-timeout`.")
+    TOO_MANY = ("too_many", "Its client, or all clients, had as many under way as allowed.")
+
+
 METRICS = (
+    RouterMetric(
+        "pdconn_router_sessions",
+        "gauge",
+        (),
+        "Sessions that clients have named, of those that the router remembers",
+    ),
+    RouterMetric(
+        "pdconn_router_promises_total",
+        "counter",
+        ("outcome",),
+        "Promises of engines to keep a session, as their answers told, by outcome",
+        values={"outcome": PromiseEnd},
+    ),
+    RouterMetric(
+        "pdconn_router_prefetches_total",
+        "counter",
+        ("outcome",),
+        "Prefetches by outcome",
+        values={"outcome": PrefetchEnd},
+    ),
+    RouterMetric(
+        "pdconn_router_prefetches_running",
+        "gauge",
+        (),
+        "Prefetches under way, those that wait for their engine among them",
+    ),
     RouterMetric(
         "pdconn_router_requests_total",
         "counter",

@@ -22,6 +22,7 @@ from pdconn.router.admission import listener, places
 from pdconn.router.fleet import health, loads
 from pdconn.router.fleet.member import Role, engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
+from pdconn.router.handover.prefetch import SessionSettings
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
 from pdconn.router.prefix.hashing import ALGORITHMS, BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
@@ -549,6 +550,7 @@ class ProxyConfig:
     engines: EngineSettings
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     streams: StreamSettings = field(default_factory=StreamSettings)
+    sessions: SessionSettings = field(default_factory=SessionSettings)
     listen: ListenSettings = field(default_factory=ListenSettings)
     times: TimeSettings = field(default_factory=TimeSettings)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)

@@ -111,6 +111,20 @@ class Busy(Refusal):
         super().__init__(f"the router is busy: {why}")
 
 
+class TooManyPrefetches(Refusal):
+    """The client, or all clients together, have too many prefetches under way."""
+
+    status = 429
+    kind = "RateLimitError"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+    def __init__(self, most_of_client: int, most: int) -> None:
+        super().__init__(
+            f"too many prefetches are under way: at most {most_of_client} of one client, and "
+            f"{most} of all"
+        )
+
+
 class NotFound(FieldRefusal):
     """The router has no such path, or does not keep this request id."""
 

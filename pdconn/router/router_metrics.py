@@ -31,7 +31,14 @@ from pdconn.router.exposition import add_process, render
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
-from pdconn.router.metric_table import METRICS, DecisionKind, ReportedTokens, TicketEnd
+from pdconn.router.metric_table import (
+    METRICS,
+    DecisionKind,
+    PrefetchEnd,
+    PromiseEnd,
+    ReportedTokens,
+    TicketEnd,
+)
 from pdconn.router.openai.requests import Route
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Decision
@@ -162,6 +169,14 @@ class RouterMetrics:
     def ticket_unused(self, end: TicketEnd) -> None:
         """Count a ticket that its request did not use."""
         self._families["unused_tickets_total"].labels(end.value).inc()
+
+    def promise_ended(self, end: PromiseEnd) -> None:
+        """Count what became of a promise to keep a session."""
+        self._families["promises_total"].labels(end.value).inc()
+
+    def prefetch_ended(self, end: PrefetchEnd) -> None:
+        """Count a prefetch."""
+        self._families["prefetches_total"].labels(end.value).inc()
 
     def saw(self, request: RoutedRequest, event: Event) -> None:
         """Count an event of a routed request."""

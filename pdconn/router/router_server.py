@@ -191,6 +191,7 @@ async def _services(
             )
     finally:
         await warm_up.close()
+        await handover.prefetches.close()
         await handover.prefill.pulls.close(limits.patience_s)
         await handover.abandoned.close(limits.last_returns_s)
         await router.tokeniser.models.close()

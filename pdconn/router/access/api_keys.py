@@ -90,14 +90,14 @@ def requiring(keys: ApiKeys) -> Middleware:
 
     @web.middleware
     async def require(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in PROBES and not keys.allow(_authorization(request)):
+        if request.path not in PROBES and not keys.allow(authorization_of(request)):
             raise Unauthorized
         return await handler(request)
 
     return require
 
 
-def _authorization(request: web.Request) -> str | None:
+def authorization_of(request: web.Request) -> str | None:
     """The header that holds the key; clients of Anthropic's API use another one."""
     given = request.headers.get("Authorization")
     key = request.headers.get(KEY_HEADER)

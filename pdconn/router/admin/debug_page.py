@@ -7,6 +7,7 @@ a snapshot for ``pdconn score``.  No page contains prompt text, block hashes, or
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pdconn.router.admin.disguise import Disguise
 from pdconn.router.events.subscriber import Status
 from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.member import Role
+from pdconn.router.openai.session_orders import SessionName
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
@@ -26,6 +28,7 @@ from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
 from pdconn.router.routing.decision_log import Logged
 from pdconn.router.routing.policy import Decision, ScoredCandidate
 from pdconn.router.routing.routed_request import Step
+from pdconn.router.routing.session_table import KnownSession
 
 SHOWN = 50
 """Number of decisions on the page."""
@@ -79,6 +82,8 @@ class DebugPage:
             ],
             "pods": [self._pod(name, statuses.get(name), tallies) for name in pods],
             "decisions": [_brief(one) for one in islice(router.decisions.newest(), SHOWN)],
+            "num_sessions": len(router.sessions),
+            "sessions": [_session(*one) for one in router.sessions.newest(SHOWN)],
         }
         return msgspec.json.encode(page)
 
@@ -198,6 +203,22 @@ class DebugPage:
             "state": None if status is None else status.state.value,
             "status": status,
         }
+
+
+def _session(session: SessionName, known: KnownSession) -> dict[str, object]:
+    """A session: the engines that keep it, for how long, and what became of its promises."""
+    now = time.monotonic()
+    kept = {engine: until - now for engine, until in known.keepers.items() if until > now}
+    return {
+        "session": session.name,
+        "tenant": session.tenant,
+        "turns": known.turns,
+        "idle_s": round(now - known.seen_s, 3),
+        "kept_tokens": known.tokens if kept else 0,
+        "kept_at": {engine: round(left_s, 3) for engine, left_s in kept.items()},
+        "promises": {end.value: count for end, count in known.ends.items()},
+        "broken": known.broken,
+    }
 
 
 def _brief(logged: Logged) -> dict[str, object]:

@@ -32,6 +32,7 @@ from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.early_leg import EarlyLegs
+from pdconn.router.handover.prefetch import Prefetches
 from pdconn.router.handover.prefill import Prefill
 from pdconn.router.handover.tries import (
     INTERNAL_ERROR,
@@ -75,6 +76,7 @@ class Handover:
     abandoned: AbandonedRequests
     prefill: Prefill
     tries: EngineTries
+    prefetches: Prefetches
     early: EarlyLegs | None = None
 
     async def answer_request(self, request: RoutedRequest) -> EngineAnswer:
@@ -90,7 +92,7 @@ class Handover:
             BadBody: the prompt exceeds the model's length, or the request names no model of
                 several.
         """
-        request.watchers = (*request.watchers, self.metrics)
+        request.watchers = (*request.watchers, self.metrics, self.router.sessions)
         task = asyncio.create_task(self._run(request))
         try:
             return await asyncio.shield(task)
@@ -300,7 +302,8 @@ class Handover:
         if request.trace is not None:
             request.trace.inject(began, headers)
         ticket = request.usable_ticket
-        body = decode_body(request.body, ticket)
+        keep = self.router.sessions.ask_to_keep(request.session, engine)
+        body = decode_body(request.body, ticket, keep)
         flight = self.router.loads.inflight.start_request(engine, 0, candidate.rank)
 
         def closed(error: BaseException | None = None) -> None:

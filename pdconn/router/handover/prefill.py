@@ -27,10 +27,18 @@ from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.bodies import find_ticket, find_usage, prefill_body, with_tokens
 from pdconn.router.openai.requests import Direct, Route, to_rank
+from pdconn.router.openai.session_orders import split_kept
 from pdconn.router.router_errors import EngineFailure, NoEngineLeft
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Decision
-from pdconn.router.routing.request_events import Began, Learned, Prefilled, StepKind, WentDirect
+from pdconn.router.routing.request_events import (
+    Began,
+    Learned,
+    Prefilled,
+    StepKind,
+    TurnKept,
+    WentDirect,
+)
 from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
@@ -221,7 +229,10 @@ class Prefill:
         try:
             source = None if borrowed is None else borrowed.ticket
             stream = None if early is None else early.stream
-            body = prefill_body(request.body, source, stream, returns_tokens=self.reuses_tokens)
+            keep = self.router.sessions.ask_to_keep(request.session, candidate.engine)
+            body = prefill_body(
+                request.body, source, stream, returns_tokens=self.reuses_tokens, keep=keep
+            )
             headers = to_rank(request.headers, candidate.rank)
             headers["Accept-Encoding"] = "identity"  # the router parses this answer
             if request.trace is not None:
@@ -250,7 +261,9 @@ class Prefill:
         """
         request, engine = tried.request, tried.candidate.engine
         self.tries.engines.rests.note_success(engine)
-        request.ticket = find_ticket(answer.whole)
+        request.ticket, kept = split_kept(find_ticket(answer.whole))
+        if kept is not None and request.session is not None:
+            request.note(TurnKept(engine, kept))
         usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
         event = Prefilled(
             tried.began,

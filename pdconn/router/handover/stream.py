@@ -11,8 +11,9 @@ or broken connection after the last event has no effect on it either: such an an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
+from types import MappingProxyType
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -47,6 +48,7 @@ async def relay(
     reader: AnswerReader,
     deadline_s: float | None = None,
     began: Callable[[], object] | None = None,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[web.StreamResponse, StreamEnd]:
     """Write an answer to the client of ``http``, and close it.
 
@@ -55,11 +57,13 @@ async def relay(
     Args:
         reader: inspects the written bytes.
         began: called after the first bytes of a stream are written, unless they are an error.
+        more: headers of the router's own.
     """
     headers = answer.headers
     if name_engine:
         headers[ENGINE_HEADER] = answer.engine
     headers[REQUEST_ID_HEADER] = request_id
+    headers.update(more)
     if headers.get("Content-Type", "").startswith(_EVENTS):
         headers.setdefault(_BUFFERING, "no")
     # 1. The whole body has arrived: no stream is needed.

@@ -91,19 +91,49 @@ def prefill_body(
     stream: str | None = None,
     *,
     returns_tokens: bool = False,
+    keep: Mapping[str, object] | None = None,
 ) -> bytes:
     """The body for prefill: the same prompt, one output token, and a request to lend the blocks.
 
     ``source`` is a ticket for the prompt's prefix, and ``stream`` what an early ticket names.
-    ``returns_tokens``: ask for the token ids of a chat's prompt.
+    ``returns_tokens``: ask for the token ids of a chat's prompt.  ``keep``: what is asked for its
+    session.
     """
     fields = _prefill_fields(body)
     if returns_tokens and body.route is Route.CHAT:
         fields["return_token_ids"] = True
-    ours = {"from": source, "stream": stream}
+    ours = {"from": source, "stream": stream, "keep": keep}
     if given := {name: value for name, value in ours.items() if value is not None}:
         fields[TICKET_FIELD] = {**_LEND, "pdconn": given}
     return msgspec.json.encode(fields)
+
+
+LEAST_PRIORITY = 1 << 20
+"""vLLM's ``priority`` of a prefetch: engines that schedule by priority compute it last."""
+
+
+def prefetch_body(
+    body: ParsedBody, source: Raw | None = None, keep: Mapping[str, object] | None = None
+) -> bytes:
+    """A request that leaves the prompt's KV in an engine's cache, and lends nothing.
+
+    ``source`` is a ticket for the prompt's prefix, ``keep`` what is asked for its session.
+    """
+    ours = {"from": source, "keep": keep, "lend_back": False}
+    given = {name: value for name, value in ours.items() if value is not None}
+    fields = _prefill_fields(body)
+    if body.route is not Route.MESSAGES:
+        fields["priority"] = LEAST_PRIORITY
+    return msgspec.json.encode({**fields, TICKET_FIELD: {"pdconn": given}})
+
+
+def release_body(model: Raw | None, keep: Mapping[str, object]) -> bytes:
+    """A request of one token that releases a session; its prompt is of no use to anybody."""
+    named = {} if model is None else {"model": model}
+    params = {"pdconn": {"keep": keep, "lend_back": False}}
+    return msgspec.json.encode(
+        {**named, "prompt": [0], "max_tokens": 1, "stream": False, TICKET_FIELD: params}
+    )
 
 
 def prefix_body(body: ParsedBody, prefix: Sequence[int]) -> bytes:
@@ -130,11 +160,23 @@ def _hash_fields(body: ParsedBody) -> dict[str, Raw]:
     return {name: body.fields[name] for name in _SHAPES_HASHES if name in body.fields}
 
 
-def decode_body(body: ParsedBody, ticket: Raw | None) -> bytes:
-    """The client's body, with the ticket if there is one."""
-    if ticket is None:
-        return body.raw
-    return msgspec.json.encode({**body.fields, TICKET_FIELD: ticket})
+def decode_body(
+    body: ParsedBody, ticket: Raw | None, keep: Mapping[str, object] | None = None
+) -> bytes:
+    """The client's body, with the ticket if there is one, and what is asked for its session."""
+    if keep is None:
+        if ticket is None:
+            return body.raw
+        return msgspec.json.encode({**body.fields, TICKET_FIELD: ticket})
+    params: dict[str, Raw] = {}
+    ours: dict[str, object] = {"lend_back": False}
+    if ticket is not None:
+        params = msgspec.json.decode(ticket, type=dict[str, Raw])
+        known = params.get("pdconn")
+        ours = {} if known is None else msgspec.json.decode(known, type=dict[str, object])
+    return msgspec.json.encode(
+        {**body.fields, TICKET_FIELD: {**params, "pdconn": {**ours, "keep": keep}}}
+    )
 
 
 def return_body(body: ParsedBody, ticket: Raw) -> bytes:

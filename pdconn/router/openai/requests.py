@@ -287,6 +287,21 @@ def parse_body(route: Route, raw: bytes, xargs: Collection[str] = XARGS) -> Pars
     return ParsedBody(route=route, raw=raw, fields=fields, direct=direct)
 
 
+def parse_any_body(raw: bytes, xargs: Collection[str] = XARGS) -> ParsedBody:
+    """Split and check the body of any generating route, told by the field that holds its prompt.
+
+    Raises:
+        BadBody: as for ``parse_body``.
+
+    >>> parse_any_body(b'{"prompt": [1]}').route.path, parse_any_body(b'{"input": "a"}').route.path
+    ('/v1/completions', '/v1/responses')
+    """
+    fields = checked_fields(raw, xargs)
+    by_prompt = {route.prompt: route for route in (Route.RESPONSES, Route.CHAT, Route.COMPLETIONS)}
+    route = next((by_prompt[name] for name in by_prompt if name in fields), Route.COMPLETIONS)
+    return parse_body(route, raw, xargs)
+
+
 def checked_fields(raw: bytes, xargs: Collection[str]) -> dict[str, Raw]:
     """The top-level fields of a body that names no memory, on any route.
 

@@ -22,6 +22,7 @@ from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.member import Role
 from pdconn.router.openai.requests import asking, count_ids, text
+from pdconn.router.openai.session_orders import SessionName
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.planner import PullPlanner
@@ -39,6 +40,7 @@ from pdconn.router.routing.policy import (
 )
 from pdconn.router.routing.request_events import Failed
 from pdconn.router.routing.routed_request import RoutedRequest
+from pdconn.router.routing.session_table import SessionTable
 from pdconn.router.routing.tokenize import Tokenised, Tokeniser
 
 _BAD_REQUEST = 400
@@ -73,6 +75,7 @@ class RequestRouter:
             requests are refused.
         pulls: plans pulls of prefixes between engines; None: prefill computes uncached tokens.
         turn: position in the rotation of equally loaded engines in ``by_load``.
+        sessions: that clients have named.
     """
 
     engines: EngineRegistry
@@ -86,6 +89,7 @@ class RequestRouter:
     decodes_alone: bool = True
     pulls: PullPlanner | None = None
     turn: int = -1
+    sessions: SessionTable = field(default_factory=SessionTable)
 
     async def decide(self, request: RoutedRequest) -> Decision:
         """Choose the engines to try for a request.
@@ -100,6 +104,8 @@ class RequestRouter:
         query = _query(request, tokenised, bool(prefill) or not self.decodes_alone)
         loads = self.loads.fresh(LOAD_FOR_S)
         computing = [self._candidate(name, lookup, loads) for name in prefill]
+        if lookup is None and request.session is not None:
+            computing = self._hinted(request.session.session, query.num_tokens, computing)
         if tokenised is not None and query.can_hand_over:
             holders = self._holders(lookup, loads, dict.fromkeys((*prefill, *decode)))
             computing = self._with_pulls(request, tokenised, computing, holders)
@@ -244,6 +250,17 @@ class RequestRouter:
             max(0, busy - ours),
             self.loads.usage.note_share(engine, usage, idle=idle, now=time.monotonic()),
         )
+
+    def _hinted(
+        self, session: SessionName, num_tokens: int, candidates: list[Candidate]
+    ) -> list[Candidate]:
+        """The candidates; those that keep the session count as if they held that much of it."""
+        # Only where caches are unknown: a session's name proves nothing about its prompt.
+        hinted = []
+        for one in candidates:
+            kept = min(self.sessions.tokens_kept_at(session, one.engine), num_tokens)
+            hinted.append(replace(one, hit=Hit(0, kept, float(kept), kept)) if kept else one)
+        return hinted
 
     def _holders(
         self, lookup: PrefixLookup | None, loads: Mapping[str, Load], live: Iterable[str]

@@ -15,8 +15,9 @@ from enum import Enum
 from pdconn.router.fleet.engine_client import Delivery
 from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
-from pdconn.router.metric_table import EarlyStart
+from pdconn.router.metric_table import EarlyStart, PromiseEnd
 from pdconn.router.openai.requests import Direct
+from pdconn.router.openai.session_orders import KeptReport
 from pdconn.router.pulls.pull_outcome import PrefixPull
 from pdconn.router.routing.policy import Decision
 
@@ -145,6 +146,27 @@ class Prefilled(EngineAnswered):
     def ticket_s(self) -> float | None:
         """Seconds until the ticket arrived; None without one."""
         return self.waited_s if self.has_ticket else None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnKept(Event):
+    """An engine has told what it keeps of the request's session; ``is_prefill``: its role."""
+
+    engine: str
+    report: KeptReport
+    is_prefill: bool = True
+
+    @property
+    def ends(self) -> list[PromiseEnd]:
+        """What became of the session's promises."""
+        report = self.report
+        told = {
+            PromiseEnd.MADE: report.refused is None,
+            PromiseEnd.USED: report.used,
+            PromiseEnd.BROKEN: report.broken is not None,
+            PromiseEnd.REFUSED: report.refused is not None,
+        }
+        return [end for end, is_so in told.items() if is_so]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.requests import Direct, ParsedBody
+from pdconn.router.openai.session_orders import SessionOrder
 from pdconn.router.pulls.pull_outcome import PrefixPull
 from pdconn.router.routing.policy import Decision
 from pdconn.router.routing.request_events import (
@@ -118,6 +119,7 @@ class RoutedRequest:
         trace: makes its spans; None without tracing.
         serving: the engines that serve its model; None for all.
         tokens: of its prompt, while prefill may pull some of them from another engine.
+        session: what it asks for its session.
         ticket: from prefill, while it may still be used.
         early: in place of the ticket until that is there, while it may still be used.
         refusal: the last answer of an engine that refused it, kept until a better one.
@@ -133,6 +135,7 @@ class RoutedRequest:
     trace: Trace | None = None
     serving: frozenset[str] | None = None
     tokens: Sequence[int] | None = None
+    session: SessionOrder | None = None
     ticket: Raw | None = None
     early: Raw | None = None
     refusal: EngineAnswer | None = None

@@ -1,0 +1,154 @@
+"""The sessions that clients have named, and the engines that keep them.
+
+A session's name is a hint, never a proof: it says which engine to ask first where the router does
+not see what caches hold, and whom to ask for a release.  What a prompt hits is decided by its
+tokens, at the engine.
+
+The table is bounded.  A new name takes the place of the oldest one of its own tenant, if that one
+has as many as others may have, else of the tenant that has most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pdconn.router.metric_table import PromiseEnd
+from pdconn.router.openai.session_orders import SessionName, SessionOrder
+from pdconn.router.routing.request_events import Event, RequestEnded, TurnKept
+from pdconn.router.routing.routed_request import RoutedRequest
+
+MOST_SESSIONS = 10_000
+MOST_KEEPERS = 8
+"""Engines of one session that are remembered."""
+
+
+@dataclass(slots=True)
+class KnownSession:
+    """One session.
+
+    Attributes:
+        seen_s: when its last turn ended, by ``time.monotonic``.
+        turns: that have ended.
+        keepers: by engine, until when it keeps the session, by ``time.monotonic``; oldest first.
+        tokens: that prefill keeps, by its last answer.
+        ends: what became of its promises.
+        broken: why the last promise was broken, by the last answer; None if it was not.
+    """
+
+    seen_s: float
+    turns: int = 0
+    keepers: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    ends: Counter[PromiseEnd] = field(default_factory=Counter)
+    broken: str | None = None
+
+
+class SessionTable:
+    """Sessions by tenant and name.
+
+    Args:
+        most: sessions.
+        clock: seconds that never go back.
+
+    Attributes:
+        when_told: called with what became of a promise, once an engine has told.
+    """
+
+    kinds: ClassVar[frozenset[type[Event]]] = frozenset((TurnKept, RequestEnded))
+
+    def __init__(
+        self, most: int = MOST_SESSIONS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most, self._clock = most, clock
+        self.when_told: Callable[[PromiseEnd], object] = _nothing
+        self._tenants: dict[str, OrderedDict[str, KnownSession]] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    def newest(self, most: int) -> Iterator[tuple[SessionName, KnownSession]]:
+        """The sessions whose turns ended last."""
+        found = [
+            (SessionName(tenant, name), one)
+            for tenant, sessions in self._tenants.items()
+            for name, one in list(sessions.items())[-most:]
+        ]
+        found.sort(key=lambda pair: pair[1].seen_s, reverse=True)
+        yield from found[:most]
+
+    def find_session(self, session: SessionName) -> KnownSession | None:
+        """A session; None if it is not known, any more."""
+        return self._tenants.get(session.tenant, OrderedDict()).get(session.name)
+
+    def tokens_kept_at(self, session: SessionName, engine: str) -> int:
+        """Tokens that a prefill engine should keep of a session, by its last answer."""
+        known = self.find_session(session)
+        if known is None or known.keepers.get(engine, 0.0) <= self._clock():
+            return 0
+        return known.tokens
+
+    def ask_to_keep(self, order: SessionOrder | None, engine: str) -> dict[str, object] | None:
+        """What an engine is asked for a request's session, from now on; None for nothing."""
+        if order is None or order.keep_s is None:
+            return None
+        known = self._known(order.session)
+        known.keepers.pop(engine, None)
+        if order.keep_s > 0:
+            known.keepers[engine] = self._clock() + order.keep_s
+        while len(known.keepers) > MOST_KEEPERS:
+            del known.keepers[next(iter(known.keepers))]
+        return order.to_params()
+
+    def release(self, session: SessionName) -> tuple[str, ...]:
+        """Forget who keeps a session; returns the engines that may keep it still."""
+        known, now = self.find_session(session), self._clock()
+        if known is None:
+            return ()
+        keepers, known.keepers, known.tokens = known.keepers, {}, 0
+        return tuple(engine for engine, until in keepers.items() if until > now)
+
+    def saw(self, request: RoutedRequest, event: Event) -> None:
+        """Note an event of a request with a session."""
+        order = request.session
+        if order is None:
+            return
+        known = self._known(order.session)
+        if isinstance(event, TurnKept):
+            known.ends.update(event.ends)
+            for end in event.ends:
+                self.when_told(end)
+            if event.is_prefill:
+                known.tokens, known.broken = event.report.tokens, event.report.broken
+        else:
+            known.turns += 1
+
+    def _known(self, session: SessionName) -> KnownSession:
+        """A session, as the newest one of its tenant."""
+        his = self._tenants.setdefault(session.tenant, OrderedDict())
+        known = his.get(session.name)
+        if known is None:
+            known = his[session.name] = KnownSession(self._clock())
+            self._number += 1
+            if self._number > self._most:
+                self._forget_one(session.tenant)
+        known.seen_s = self._clock()
+        his.move_to_end(session.name)
+        return known
+
+    def _forget_one(self, tenant: str) -> None:
+        if len(self._tenants[tenant]) * len(self._tenants) <= self._number:
+            tenant = max(self._tenants, key=lambda name: len(self._tenants[name]))
+        his = self._tenants[tenant]
+        his.popitem(last=False)
+        self._number -= 1
+        if not his:
+            del self._tenants[tenant]
+
+
+def _nothing(end: PromiseEnd) -> None:
+    del end

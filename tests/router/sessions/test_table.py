@@ -1,0 +1,92 @@
+"""The table of sessions is bounded, fair to tenants, and only a hint."""
+
+from __future__ import annotations
+
+from multidict import CIMultiDict
+
+from pdconn.router.metric_table import PromiseEnd
+from pdconn.router.openai.requests import Route, parse_body
+from pdconn.router.openai.session_orders import KeptReport, SessionName, SessionOrder
+from pdconn.router.routing.request_events import TurnKept
+from pdconn.router.routing.routed_request import RoutedRequest
+from pdconn.router.routing.session_table import MOST_KEEPERS, SessionTable
+from transport.testing.inprocess.faults import ManualClock
+
+A = SessionName("a", "1")
+
+
+def told(table: SessionTable, order: SessionOrder, report: KeptReport, **how: bool) -> None:
+    body = parse_body(Route.COMPLETIONS, b'{"prompt": "hi"}')
+    request = RoutedRequest("r", CIMultiDict(), body, session=order)
+    table.saw(request, TurnKept("p", report, **how))
+
+
+def test_an_engine_keeps_a_session_for_its_time_and_as_much_as_it_tells() -> None:
+    clock = ManualClock(0.0)
+    table, order = SessionTable(clock=clock), SessionOrder(A, 60.0)
+    assert table.ask_to_keep(order, "p") == {"session": "1", "seconds": 60.0, "tenant": "a"}
+    assert table.tokens_kept_at(A, "p") == 0, "it has not answered"
+    told(table, order, KeptReport(320))
+    assert (table.tokens_kept_at(A, "p"), table.tokens_kept_at(A, "q")) == (320, 0)
+    clock.advance(60.0)
+    assert table.tokens_kept_at(A, "p") == 0
+
+
+def test_engines_that_may_keep_a_session_are_named_once_for_its_release() -> None:
+    clock = ManualClock(0.0)
+    table = SessionTable(clock=clock)
+    for engine, seconds in (("old", 5.0), ("p", 60.0), ("d", 60.0)):
+        table.ask_to_keep(SessionOrder(A, seconds), engine)
+    clock.advance(10.0)
+    assert table.release(A) == ("p", "d")
+    assert table.release(A) == table.release(SessionName("b", "1")) == ()
+
+
+def test_a_turn_that_releases_and_one_that_only_names_keep_nothing() -> None:
+    table = SessionTable()
+    table.ask_to_keep(SessionOrder(A, 60.0), "p")
+    assert table.ask_to_keep(SessionOrder(A), "p") is None
+    assert table.release(A) == ("p",)
+    table.ask_to_keep(SessionOrder(A, 60.0), "p")
+    assert table.ask_to_keep(SessionOrder(A, 0.0), "p") is not None
+    assert table.release(A) == ()
+
+
+def test_engines_of_one_session_are_bounded() -> None:
+    table = SessionTable()
+    for number in range(50):
+        table.ask_to_keep(SessionOrder(A, 60.0), f"p{number}")
+    assert len(table.release(A)) == MOST_KEEPERS
+
+
+def test_a_client_that_names_ten_thousand_sessions_forgets_its_own() -> None:
+    table, own = SessionTable(100), SessionName("a", "mine")
+    table.ask_to_keep(SessionOrder(own, 60.0), "p")
+    for number in range(10_000):
+        table.ask_to_keep(SessionOrder(SessionName("greedy", str(number)), 60.0), "p")
+        assert len(table) <= 100
+    assert table.find_session(own) is not None
+    assert table.find_session(SessionName("greedy", "9999")) is not None
+    assert table.find_session(SessionName("greedy", "0")) is None
+
+
+def test_many_tenants_of_one_session_each_are_bounded_too() -> None:
+    table = SessionTable(100)
+    for number in range(1000):
+        table.ask_to_keep(SessionOrder(SessionName(str(number), "s"), 60.0), "p")
+    assert len(table) == 100
+    assert len(list(table.newest(1000))) == 100
+
+
+def test_what_engines_tell_is_counted_once_and_shown() -> None:
+    table, counted = SessionTable(), list[PromiseEnd]()
+    table.when_told = counted.append
+    order = SessionOrder(A, 60.0)
+    told(table, order, KeptReport(320))
+    told(table, order, KeptReport(640, used=True, broken="room"))
+    told(table, order, KeptReport(0, refused="share"))
+    assert counted == [
+        PromiseEnd.MADE, PromiseEnd.MADE, PromiseEnd.USED, PromiseEnd.BROKEN, PromiseEnd.REFUSED,
+    ]  # fmt: skip
+    [(session, known)] = table.newest(9)
+    assert (session, known.ends[PromiseEnd.MADE], known.broken, known.tokens) == (A, 2, None, 0)
