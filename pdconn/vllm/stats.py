@@ -166,6 +166,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 
 _GAUGES: dict[str, tuple[str, str]] = {
     "kept_blocks": ("pdconn:kept_blocks", "Blocks kept for sessions; shared ones count once."),
+    "blocks": ("pdconn:blocks", "Blocks of the engine, once a session is kept."),
     "kept_sessions": ("pdconn:kept_sessions", "Sessions whose KV is kept."),
     **STORE_GAUGES,
 }

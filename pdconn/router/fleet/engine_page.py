@@ -19,6 +19,7 @@ from pdconn.router.fleet.pull_counts import COUNTERS, PullCounts
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _KV_USAGE = "vllm:kv_cache_usage_perc"  # a fraction of 1, despite its name
+_KEPT, _BLOCKS = "pdconn:kept_blocks", "pdconn:blocks"
 _QUERIES = "vllm:prefix_cache_queries_total"
 _HITS = "vllm:prefix_cache_hits_total"
 _PROMPT_TOKENS = "vllm:prompt_tokens_total"
@@ -31,7 +32,18 @@ _LEASES_ENDED = (
 
 #: The largest plausible value of each.
 _LIMITS = dict.fromkeys(
-    (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT_TOKENS, _LENT, *_LEASES_ENDED, *COUNTERS),
+    (
+        _RUNNING,
+        _WAITING,
+        _KEPT,
+        _BLOCKS,
+        _QUERIES,
+        _HITS,
+        _PROMPT_TOKENS,
+        _LENT,
+        *_LEASES_ENDED,
+        *COUNTERS,
+    ),
     MAX_COUNT,
 ) | {_KV_USAGE: 1.0}
 
@@ -42,7 +54,7 @@ class Load:
 
     Attributes:
         running, waiting: number of requests.
-        kv_usage: of the fullest rank's cache, 0 to 1.
+        kv_usage: of the fullest rank's cache, 0 to 1, without what is kept for sessions.
         lent_leases: prompts whose blocks are lent to decode now.
         prefix_queries, prefix_hits: tokens looked up and found since the engine's start.
         prompt_tokens: tokens of all prompts since its start, cached or not.
@@ -80,7 +92,7 @@ def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
     return Load(
         running=values.total(_RUNNING),
         waiting=values.total(_WAITING),
-        kv_usage=max(values.by_name.get(_KV_USAGE, ()), default=None),
+        kv_usage=_usage(values),
         lent_leases=_lent(values),
         prefix_queries=values.total(_QUERIES),
         prefix_hits=values.total(_HITS),
@@ -88,6 +100,16 @@ def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
         pulls=PullCounts.from_page(values),
         num_ignored=values.num_ignored,
     )
+
+
+def _usage(values: PageValues) -> float | None:
+    """Blocks in use; those kept for sessions do not count, since they give way to requests."""
+    used, kept, blocks = (values.by_name.get(name, ()) for name in (_KV_USAGE, _KEPT, _BLOCKS))
+    if len(used) == len(kept) == len(blocks):
+        # A kept block that a request uses as well counts as free, which is rare and harmless.
+        ranks = zip(used, kept, blocks, strict=True)
+        used = [max(0.0, share - held / max(1.0, count)) for share, held, count in ranks]
+    return max(used, default=None)
 
 
 def _lent(values: PageValues) -> int | None:

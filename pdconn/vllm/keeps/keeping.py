@@ -221,8 +221,12 @@ class Keeping(SchedulerPart):
         """Kept blocks and sessions, if they have changed since the last call."""
         if self._promises is None:
             return {}
-        gauges = {"kept_blocks": self.num_blocks, "kept_sessions": self._promises.num_kept}
-        if gauges == self._gauges or not (self._gauges or any(gauges.values())):
+        gauges = {
+            "kept_blocks": self.num_blocks,
+            "kept_sessions": self._promises.num_kept,
+            "blocks": int(self._pins.pool.num_gpu_blocks),
+        }
+        if gauges == self._gauges or not (self._gauges or gauges["kept_sessions"]):
             return {}
         self._gauges = gauges
         return gauges

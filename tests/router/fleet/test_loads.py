@@ -48,6 +48,17 @@ def test_queues_are_added_up_and_the_fullest_cache_counts():
     assert parse_metrics(text) == Load(7, 2, 0.75, None, 1_000_000_001, 30)
 
 
+def test_blocks_that_are_kept_for_sessions_are_no_pressure():
+    """They give way, so that a full engine that keeps sessions still gets their turns."""
+    used = {"vllm_kv_cache_usage_perc": [0.5, 0.9]}
+    kept = {"pdconn_kept_blocks": [0, 60], "pdconn_blocks": [100, 100]}
+    assert parse_metrics(page(**used, **kept)).kv_usage == pytest.approx(0.5)
+    assert parse_metrics(page(**used)).kv_usage == 0.9
+    assert parse_metrics(page(**used, pdconn_kept_blocks=[60])).kv_usage == 0.9
+    odd = page(vllm_kv_cache_usage_perc=[0.1], pdconn_kept_blocks=[9], pdconn_blocks=[0])
+    assert parse_metrics(odd).kv_usage == 0.0
+
+
 def test_leases_that_did_not_end_are_lent():
     ended = {"pdconn_leases_read": [5, 1], "pdconn_leases_aborted": [1, 0]}
     text = page(pdconn_leases_granted=[9, 3], **ended, vllm_nixl_num_kv_expired_reqs=[1, 0])

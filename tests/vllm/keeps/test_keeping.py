@@ -96,6 +96,27 @@ def test_blocks_are_free_when_the_time_is_up(start: Start) -> None:
     assert (one.used_blocks(), len(one.keeping)) == (0, 0)
 
 
+def test_gauges_are_told_once_they_have_changed(start: Start) -> None:
+    one = start()
+    told: dict[str, int] = {}
+    taking = one.keeping.take_gauges
+
+    def taken() -> dict[str, int]:
+        found: dict[str, int] = taking()
+        told.update(found)
+        return found
+
+    one.keeping.take_gauges = taken
+    one.turn(one.chat("", 64), None)
+    assert told == {}, "an engine that keeps nothing has none"
+    one.turn(one.chat("s", 640), 60.0)
+    assert told == {"kept_blocks": 40, "kept_sessions": 1, "blocks": 400}
+    assert taking() == {}
+    one.clock.advance(60.0)
+    one.turn(one.chat("", 64), None)
+    assert told == {"kept_blocks": 0, "kept_sessions": 0, "blocks": 400}
+
+
 def test_blocks_are_free_when_a_request_releases_them(start: Start) -> None:
     one = start()
     chats = [one.chat("s", 320, tenant) for tenant in "ab"]
