@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdconn.store.format.prompt_rows import Chain
 from pdconn.store.format.row import NO_KEY, FormatError, RowKind, RowName
@@ -80,7 +81,7 @@ def test_a_tenant_has_a_label_that_is_not_its_salt() -> None:
 def test_a_rows_file_names_its_tenant(tenant: bytes, index: int) -> None:
     name = RowName(RowKind.WA, bytes(range(16)), NO_KEY, index, tenant)
     assert RowName.from_file_name(RowKind.WA, name.file_name) == name
-    assert Chain(64, (name.key,), tenant).name(RowKind.WA, 0) == replace(name, index=0)
+    assert Chain(64, (name.key,), tenant).name(RowKind.WA, 0) == structs.replace(name, index=0)
 
 
 @pytest.mark.parametrize("tenant", [b"1", b"123456789"])

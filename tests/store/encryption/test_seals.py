@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import aead
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdconn.store.format import seals as seals_module
 from pdconn.store.format.row import RowKind
@@ -98,12 +99,12 @@ def test_a_seal_with_any_byte_changed_is_refused_with_a_sound_checksum() -> None
 
 
 OTHERS = {
-    "row": (NAMESPACE, replace(NAME, key=bytes(16))),
-    "parent": (NAMESPACE, replace(NAME, parent=bytes(15) + b"1")),
-    "place": (NAMESPACE, replace(NAME, index=1)),
-    "kind": (NAMESPACE, replace(NAME, kind=RowKind.WA)),
-    "tenant": (NAMESPACE, replace(NAME, tenant=b"tenant-2")),
-    "no tenant": (NAMESPACE, replace(NAME, tenant=b"")),
+    "row": (NAMESPACE, structs.replace(NAME, key=bytes(16))),
+    "parent": (NAMESPACE, structs.replace(NAME, parent=bytes(15) + b"1")),
+    "place": (NAMESPACE, structs.replace(NAME, index=1)),
+    "kind": (NAMESPACE, structs.replace(NAME, kind=RowKind.WA)),
+    "tenant": (NAMESPACE, structs.replace(NAME, tenant=b"tenant-2")),
+    "no tenant": (NAMESPACE, structs.replace(NAME, tenant=b"")),
     "namespace": (f"{NAMESPACE}4", NAME),
 }
 
@@ -134,7 +135,9 @@ def test_they_would_be_taken_without_what_is_authenticated_beside_them(
 def test_no_two_rows_have_one_context() -> None:
     found = {row_context(*other) for other in OTHERS.values()} | {row_context(NAMESPACE, NAME)}
     assert len(found) == len(OTHERS) + 1
-    assert row_context("ab", NAME) != row_context("a", replace(NAME, key=b"b" + NAME.key[1:]))
+    assert row_context("ab", NAME) != row_context(
+        "a", structs.replace(NAME, key=b"b" + NAME.key[1:])
+    )
 
 
 def test_slabs_of_one_row_are_not_exchanged() -> None:

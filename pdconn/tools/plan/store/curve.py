@@ -67,7 +67,7 @@ class TracedRequest:
     held: int | None = None
 
 
-class RowNames:
+class TracedNames:
     """Makes names of rows from a trace's ids.
 
     Names are made once as long as they are remembered: a name that is the same object is compared
@@ -200,7 +200,7 @@ def simulate(
         on_progress: called with the number of requests so far, every few hundred.
     """
     check_capacities(capacities)
-    names = RowNames(settings.layout.block_tokens)
+    names = TracedNames(settings.layout.block_tokens)
     stores = [SimulatedStore(settings, max(1, int(part * capacity))) for capacity in capacities]
     engine_nbytes = int(part * engine_nbytes)
     engine = _engine_cache(settings, engine_nbytes) if engine_nbytes else None

@@ -16,7 +16,8 @@ from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.engine import build, keeper_thread
 from pdconn.store.engine.lookups import LookupQuestion
-from pdconn.store.format.row import encode_note, row_sizes, store_layout
+from pdconn.store.format.footer import encode_note, row_sizes
+from pdconn.store.format.row import store_layout
 from pdconn.store.rank_commands import Fetch, FetchResult, LoadRows, OpenStore, SaveResult, SaveRows
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.open import open_shelf

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdconn.store.budget.row_tree import RowTree
-from pdconn.store.format.row import RowKind, StoreLayout, row_sizes
+from pdconn.store.format.footer import row_sizes
+from pdconn.store.format.row import RowKind, StoreLayout
 from pdconn.store.settings import StoreSettings
 from pdconn.tools.plan.plan_errors import ShapeError
 from pdconn.tools.plan.store.cost import LoadSizes, StoredShapes
