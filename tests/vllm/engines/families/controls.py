@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
-from pdconn.store.format.row import RowName
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
+from pdconn.store.rank.tasks import ReadRow, RowReader
 from pdconn.vllm.blocks import transferred
 from pdconn.vllm.connector import PdconnConnector
 from pdconn.vllm.metadata import PdMetadata
@@ -106,14 +106,15 @@ class HangingReads(PdconnConnector):
         super().__init__(*args, **kwargs)
         if self._worker is None:
             return
-        hangs_at, verify = hangs(Path(self._worker._settings.store.root)), RowShare.verify_row
+        hangs_at, read = hangs(Path(self._worker._settings.store.root)), RowReader._read_share
 
-        def verify_row(share: Any, data: Any, footer: Any, namespace: str, name: RowName) -> None:
-            while hangs_at.exists() and name.index == int(hangs_at.read_text() or -1):
+        def read_share(reader: RowReader, share: RowShare, data: memoryview, task: ReadRow) -> None:
+            index = task.of.fetch.rows[task.place].index
+            while hangs_at.exists() and index == int(hangs_at.read_text() or -1):
                 time.sleep(0.01)
-            verify(share, data, footer, namespace, name)
+            read(reader, share, data, task)
 
-        RowShare.verify_row = verify_row  # type: ignore[method-assign]
+        RowReader._read_share = read_share  # type: ignore[method-assign]
 
 
 class FlippedDraft(PdconnConnector):

@@ -1,6 +1,7 @@
 """A decode engine with a store and a ticket: it loads what is stored, and pulls the rest.
 
-The engines have no prefix cache of their own, and vLLM's default failure policy.
+The store is encrypted.  The engines have no prefix cache of their own, and vLLM's default failure
+policy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 
 from pdconn.tools.lab.lab_client import Client, prefill_only
 from tests.forked.engines import running
+from tests.store.encryption.key_files import KEYS, key_file
 from tests.vllm.engines.engines import Configuration, Expected, Prompt, cache_beside, engine
 from tests.vllm.engines.store.stores import (
     NUM_TOKENS,
@@ -65,12 +67,12 @@ class Sources:
 def sources(model: Path, work: Path, expected: Expected) -> Iterator[Sources]:
     del expected  # its engine starts first
     root = work / "beside"
+    keys = key_file(work / "beside-keys", KEYS[0])
+    settings = {"beside": "always", "key_file": keys}
     alone = Configuration("LBHNC", False, one_process=True, policy="fail")
     specs = [
         engine("lends", model, alone, "kv_producer", 0),
-        store_engine(
-            "loads", model, root, layout="BHLNC", beside="always", connector="HangingReads"
-        ),
+        store_engine("loads", model, root, connector="HangingReads", **settings),
     ]
     with running(specs, work / "besides", cache=cache_beside(model)) as (prefill, decode):
         yield Sources(Client(prefill.url), Client(decode.url), root)

@@ -24,6 +24,8 @@ from tests.vllm.engines.store.stores import (
     wait_for_rows,
 )
 
+pytestmark = pytest.mark.matrix  # test_beside.py has an encrypted store, too
+
 LENGTHS = (TOKENS + 1, 3 * TOKENS, 700, 1500)
 
 
