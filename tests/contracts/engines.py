@@ -196,7 +196,7 @@ class Engine:
         matched, _ = self.connector.get_num_new_matched_tokens(request, 0)
         blocks = SimpleNamespace(get_block_ids=lambda: PULLED, blocks=())
         self.connector.update_state_after_alloc(request, blocks, matched)
-        step = SimpleNamespace(total_num_scheduled_tokens=1)
+        step = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"other": 1})
         commands = self.connector.build_connector_meta(step).commands
         self.decoded.append(Decoded(request.prompt_token_ids, matched, commands))
         return self.decoded[-1]

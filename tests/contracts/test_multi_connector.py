@@ -170,7 +170,9 @@ def decoded(decode: Any, params: Any) -> tuple[Any, list[Any]]:
         return None, []
     blocks = SimpleNamespace(get_block_ids=lambda: PULLED, blocks=())
     decode.update_state_after_alloc(asked, blocks, matched)
-    meta = decode.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))
+    meta = decode.build_connector_meta(
+        SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"other": 1})
+    )
     assert isinstance(meta, MultiKVConnectorMetadata)
     index = decode.sub_connectors.index(ours(decode))
     return matched, meta.metadata[index].commands  # type: ignore[attr-defined]
