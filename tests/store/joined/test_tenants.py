@@ -44,6 +44,7 @@ def settings(root: Path, quota: int | None) -> StoreSettings:
     return replace(SETTINGS, root=str(root), capacity=CAPACITY, tenant_quota=quota)
 
 
+@pytest.mark.matrix  # test_quotas.py simulates it
 def test_a_flood_of_one_tenant_costs_another_none_of_its_hits(tmp_path: Path) -> None:
     alone = hit_share(settings(tmp_path / "alone", QUOTA), floods=0)
     beside = hit_share(settings(tmp_path / "beside", QUOTA), floods=9)
@@ -51,6 +52,7 @@ def test_a_flood_of_one_tenant_costs_another_none_of_its_hits(tmp_path: Path) ->
     assert alone - beside <= 0.02
 
 
+@pytest.mark.matrix
 def test_without_a_quota_it_does(tmp_path: Path) -> None:
     """The control."""
     assert hit_share(settings(tmp_path / "beside", None), floods=9) < 0.5

@@ -122,6 +122,7 @@ def test_a_prefill_stopped_past_its_lease_amid_a_read_corrupts_nothing(
         assert late.ended < went_on
 
 
+@pytest.mark.matrix
 def test_a_prefill_stopped_before_or_after_a_pull_is_not_waited_for(
     fleet: Fleet, prefill: Engine
 ) -> None:

@@ -76,13 +76,20 @@ def points_apart(name: str, of: SimulatedSettings) -> float:
     return 100 * max(abs(curve.hit_share(point) - share) for point, share in pairs)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "windows" else [pytest.mark.matrix])
+        for name in ENGINES
+    ],
+)
 def test_the_curve_is_a_real_stores_at_five_capacities(name: str) -> None:
     _, _, shares = real_curve(name)
     assert shares[-1] - shares[0] > 0.15, "the control: capacity counts"
     assert points_apart(name, settings_of(ENGINES[name])) <= POINTS
 
 
+@pytest.mark.matrix
 def test_the_curve_of_saved_answers_is_a_real_stores() -> None:
     of = settings_of(ENGINES["windows"], saves_answers=True)
     requests = list(conversations(2, 50, answer=150))
@@ -287,6 +294,7 @@ class EachAlone(TraceSample):
         return hash((7, request.at_s)) % self.every == 0
 
 
+@pytest.mark.matrix
 def test_an_eighth_of_the_prefixes_gives_the_curve_of_all() -> None:
     of = settings_of(ENGINES["windows"])
     requests = list(conversations(6, 5000, at_once=250, spoken=80))
