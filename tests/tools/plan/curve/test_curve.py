@@ -122,10 +122,10 @@ def every_boundary_can_be_resumed(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        (first_in_first_out, "full"),
+        pytest.param(first_in_first_out, "full", marks=pytest.mark.matrix),
         (windows_take_no_bytes, "windows"),
         (every_boundary_can_be_resumed, "windows"),
-        (windows_take_no_bytes, "states"),
+        pytest.param(windows_take_no_bytes, "states", marks=pytest.mark.matrix),
     ],
 )
 def test_a_wrong_rule_leaves_the_two_points(wrong: Callable[[Patch], None], name: str) -> None:
