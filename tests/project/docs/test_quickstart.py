@@ -147,7 +147,12 @@ def test_a_transfer_configuration_is_one_that_we_take(command: Command) -> None:
         assert config["kv_load_failure_policy"] == "recompute"
 
 
-EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.is_file()]
+# An example that a test has imported leaves its bytecode there.
+EXAMPLES = [
+    path
+    for path in sorted((ROOT / "examples").rglob("*"))
+    if path.is_file() and "__pycache__" not in path.parts
+]
 FILES = [*every_page(), *sorted((ROOT / "docker").glob("*.y*ml")), *EXAMPLES]
 DECODES = re.compile(r'"kv_role": *"kv_(consumer|both)"')
 RECOMPUTES = re.compile(r'"kv_load_failure_policy": *"recompute"')
