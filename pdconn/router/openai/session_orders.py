@@ -172,7 +172,8 @@ def _is_released(fields: Fields, header: str | None) -> bool:
     given: object = {"true": True, "false": False, None: False}.get(header, header)
     field, value = RELEASE_HEADER, fields.get(RELEASE_FIELD)
     if value is not None:
-        field, given = RELEASE_FIELD, _decoded(value) or False
+        given = _decoded(value)
+        field, given = RELEASE_FIELD, False if given is None else given
     if not isinstance(given, bool):
         raise BadBody(field, "true or false", shown(given))
     return given
