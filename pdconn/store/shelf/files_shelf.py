@@ -30,6 +30,7 @@ from typing import Literal, Self
 
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.folders import (
+    ATTEMPTS,
     ABSENT,
     Folders,
     failure,
@@ -53,9 +54,6 @@ log = logging.getLogger(__name__)
 
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """Errors of file systems without ``fallocate``: NFS before 4.2, ramfs, some FUSE."""
-
-ATTEMPTS = 4
-"""A folder may be removed between making and using it, by a process that removes empty ones."""
 
 
 class FilesShelf:

@@ -35,6 +35,9 @@ ABSENT = frozenset(
 )
 """Errors that mean that there is no file of ours; ESTALE, that another machine removed it."""
 
+ATTEMPTS = 4
+"""A folder may be removed between making and using it, by a process that removes empty ones."""
+
 _FORMAT = b"pdconn store, version %d\n"
 _NAMESPACE = re.compile(r"[A-Za-z0-9-]{1,64}")
 _WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -135,9 +138,16 @@ class Folders:
             OSError: something else is in its place, or the file system refuses.
             StoreError: the root was replaced by one that is not ours, or cannot be made.
         """
-        self._open()  # files beside the folders may be removed, too
-        self._known = {self.root}
-        self._make(path)
+        for attempt in range(ATTEMPTS):
+            self._open()  # files beside the folders may be removed, too
+            self._known = {self.root}
+            try:
+                self._make(path)
+            except FileNotFoundError:  # one of them was removed in between, since it was empty
+                if attempt == ATTEMPTS - 1:
+                    raise
+            else:
+                return
 
     def _make(self, path: str) -> None:
         if self.is_folder(path):
@@ -147,6 +157,7 @@ class Folders:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         if not self.is_folder(path):
+            os.lstat(path)  # if it is not there, it was removed since
             raise NotADirectoryError(errno.ENOTDIR, "not a folder of ours", path)
 
 

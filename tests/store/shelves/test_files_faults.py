@@ -326,6 +326,34 @@ def test_a_full_disk_refuses_parts_and_keeps_rows(small_disk: Path) -> None:
     assert verify_all(shelf) == {ROW, NEW}
 
 
+@pytest.mark.parametrize("above", [0, 1, 2])
+@pytest.mark.parametrize(("times", "is_saved"), [(1, True), (3, True), (100, False)])
+def test_folders_that_are_removed_as_soon_as_they_are_made(
+    tmp_path: Path, above: int, times: int, is_saved: bool
+) -> None:
+    """Another process removes empty folders, and may meet one before anything is in it."""
+    shelf = FilesShelf(tmp_path / "store")
+    folder = Path(shelf._folders.row_folder("ns", NEW))
+    goes = [folder, *folder.parents][above]
+    removed: list[Path] = []
+
+    def mkdir(path: str, mode: int) -> None:
+        os.mkdir(path, mode)
+        if Path(path) == goes and len(removed) < times:
+            removed.append(goes)
+            goes.rmdir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        System().install(patch).instead["mkdir"] = mkdir
+        if not is_saved:
+            with pytest.raises(ShelfFailure):
+                save_row(shelf, NEW)
+            return
+        save_row(shelf, NEW)
+    assert len(removed) == times
+    verify(shelf, NEW)
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_a_root_that_cannot_be_made_is_a_failure(tmp_path: Path, code: int) -> None:
     failed = 0
