@@ -129,6 +129,10 @@ class PullRecord:
     is_followed: bool = False
 
 
+CANCELLED = "cancelled"
+"""Why a pull failed that its engine has given up."""
+
+
 @dataclass(frozen=True, slots=True)
 class FailedPull:
     """``request`` was not pulled, because of ``reason``.
@@ -139,6 +143,11 @@ class FailedPull:
     request: str
     reason: str
     quarantined: bool = False
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nothing went wrong: the engine has given it up, as when a client has left."""
+        return self.reason == CANCELLED
 
 
 @dataclass(frozen=True, slots=True)

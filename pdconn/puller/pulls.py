@@ -38,6 +38,7 @@ from pdconn.protocol.errors import ProtocolError, TicketError
 from pdconn.protocol.messages import Checksum, PullReply
 from pdconn.protocol.ticket import check_blocks
 from pdconn.puller.commands import (
+    CANCELLED,
     AbandonPull,
     ClaimTicket,
     Command,
@@ -200,7 +201,7 @@ class Pulls:
     def _cancel(self, request: str) -> None:
         if (entry := self._entries.get(request)) is not None:
             entry.is_awaited = False
-            self._perform(entry, entry.machine.fail("cancelled", self._clock()))
+            self._perform(entry, entry.machine.fail(CANCELLED, self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
 
     def handle_readable(self, peer: Peer) -> None:
@@ -406,8 +407,9 @@ class Pulls:
         return []
 
     def _report_failed(self, request: str, reason: str, quarantined: bool = False) -> None:
-        log.warning("pdconn: pull of %s failed: %s", request, reason)
         failed = FailedPull(request, reason, quarantined)
+        level = logging.DEBUG if failed.is_cancelled else logging.WARNING
+        log.log(level, "pdconn: pull of %s failed: %s", request, reason)
         # Its blocks are free once it is reported, unless they are quarantined.
         if request in self._beside and not quarantined:
             self._beside[request] = failed

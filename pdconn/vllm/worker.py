@@ -318,7 +318,8 @@ class PdWorker:
         for failed in pulled.failed:
             results.failed_recving.add(failed.request)
             results.finished_recving.add(failed.request)
-            self._stats.add_count("failed")
+            if not failed.is_cancelled:
+                self._stats.add_count("failed")
             if failed.quarantined:
                 self._report.quarantined.append(failed.request)
                 self._stats.add_count("quarantined")

@@ -13,7 +13,8 @@ import pytest
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.commands import ClaimTicket, Command, ReadBlocks
+from pdconn.puller.commands import ClaimTicket, Command, FailedPull, ReadBlocks
+from pdconn.puller.thread import PullResults
 from pdconn.store.rank_commands import LoadRows
 from pdconn.vllm.config import read_settings
 from registration import RegisteredKVMemory
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm import worker as worker_module
     from pdconn.vllm.metadata import PdMetadata
-    from pdconn.vllm.worker import PdWorker
+    from pdconn.vllm.worker import KVConnectorTransferResults, PdWorker
 
 
 class Mortal(InProcessTransport):
@@ -77,6 +78,18 @@ def test_what_came_of_claims_is_reported_while_the_engine_idles() -> None:
         assert told["granted"] is None
         assert "refused, unknown" in str(told["gone"])
         assert steps < 1000, "it spins"
+
+
+@pytest.mark.parametrize(("reason", "counted"), [("cancelled", 0), ("p at h:1: gone", 1)])
+def test_a_pull_that_the_engine_has_given_up_has_not_failed(reason: str, counted: int) -> None:
+    """Its client has left; a router would take the pair for one that cannot pull."""
+    worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)
+    failed = FailedPull("r", reason, quarantined=True)
+    results: Any = KVConnectorTransferResults()
+    worker._note(PullResults.from_reports([failed]), results)
+    assert results.finished_recving == results.failed_recving == {"r"}
+    assert worker._report.quarantined == ["r"]
+    assert worker._stats.reduce().get("failed", 0) == counted
 
 
 class Posted:

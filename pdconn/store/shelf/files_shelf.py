@@ -30,8 +30,8 @@ from typing import Literal, Self
 
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.folders import (
-    ATTEMPTS,
     ABSENT,
+    ATTEMPTS,
     Folders,
     failure,
     is_namespace,

@@ -18,6 +18,7 @@ from pdconn.planning.plan import Moved, Need
 from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import (
+    CANCELLED,
     AbandonPull,
     CancelPull,
     ClaimOutcome,
@@ -239,7 +240,7 @@ class ScriptedPuller:
         if pull.need is None:
             del self.pulls[request]
         else:
-            pull.failed = pull.failed or "cancelled"
+            pull.failed = pull.failed or CANCELLED
 
     def _fail(self, pull: ScriptedPull, why: str) -> None:
         if pull.beside is not None:
