@@ -155,10 +155,15 @@ class Expected:
     def __getitem__(self, prompt: Prompt) -> Answer:
         return self.answer(prompt)
 
-    def mismatches(self, answers: Mapping[Prompt, Answer]) -> list[str]:
+    def mismatches(
+        self, answers: Mapping[Prompt, Answer], num_tokens: int = MAX_TOKENS
+    ) -> list[str]:
         """How ``answers`` differ from the right ones, a line per wrong one."""
-        self.ask(answers)
-        differences = ((prompt, compare(self[prompt], seen)) for prompt, seen in answers.items())
+        self.ask(answers, num_tokens)
+        differences = (
+            (prompt, compare(self.answer(prompt, num_tokens), seen))
+            for prompt, seen in answers.items()
+        )
         return [f"{len(prompt)} tokens: {found}" for prompt, found in differences if found]
 
 
