@@ -111,7 +111,8 @@ class _TraceFile:
         Raises:
             BadTrace, OSError: the file cannot be read.
         """
-        found = read_trace(_lines(self.path), counts or TraceCounts(), self.block_tokens)
+        read = read_trace(_lines(self.path), counts or TraceCounts(), self.block_tokens)
+        found = _named(self.path, read)
         return with_answers(found, self.answers) if self.answers else found
 
 
@@ -141,6 +142,13 @@ def _lines(path: Path) -> Iterator[bytes]:
         # One byte more than a line may have, so that a longer one is noticed.
         while line := file.readline(MAX_LINE + 1):
             yield line
+
+
+def _named(path: Path, requests: Iterator[TracedRequest]) -> Iterator[TracedRequest]:
+    try:
+        yield from requests
+    except BadTrace as error:
+        raise error.prefixed(f"{path} ") from error
 
 
 def forecast_traced(args: argparse.Namespace, engine: EngineShape) -> CurveReport | None:
@@ -247,7 +255,9 @@ def _size(text: str) -> int:
     try:
         return size_of(text)
     except ValueError as error:
-        raise BadArgument("--capacities", str(error), text) from error
+        raise BadArgument(
+            "--capacities", f"sizes with commas between, each {error}", text
+        ) from error
 
 
 def _run(

@@ -82,7 +82,9 @@ class _AccessLine(msgspec.Struct):
 
 _MOONCAKE = msgspec.json.Decoder(_MooncakeLine)
 _ACCESS = msgspec.json.Decoder(_AccessLine)
-_AT = re.compile(r"(.*?) - at `\$\.?(.*)`")
+_WRONG = re.compile(r"Expected (.+?)(?:, got .+?)?(?: - at `\$\.?(.*)`)?")
+_STEP = re.compile(r"(\w+)|\[(\d+)\]")
+_FORMATS = "a request with hash_ids, a line of pdconn proxy's JSON log, or base64 of KV events"
 
 
 _Reader = Callable[[int, bytes], Iterator[TracedRequest]]
@@ -122,6 +124,7 @@ def read_trace(
 
 def _form_of(number: int, line: bytes) -> str:
     if not line.startswith(b"{"):
+        _batch_of(line, number, _FORMATS)
         return "events"
     try:
         keys = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).keys()
@@ -131,22 +134,32 @@ def _form_of(number: int, line: bytes) -> str:
         return "mooncake"
     if "logger" in keys or "prompt_blocks" in keys:
         return "access"
-    known = "a request with hash_ids, a line of pdconn proxy's JSON log, or base64 of KV events"
-    raise BadTrace(f"line {number}", known, sorted(keys))
+    raise BadTrace(f"line {number}", _FORMATS, sorted(keys))
 
 
-def _undecodable(number: int, error: Exception) -> BadTrace:
-    """The error of a line, with the field that the decoder names."""
-    found = _AT.fullmatch(str(error))
-    what, where = (found[1], f" {found[2]}") if found else (str(error), "")
-    return BadTrace(f"line {number}{where}", "a valid value", what)
+def _batch_of(line: bytes, number: int, expected: str) -> Batch:
+    try:
+        return decode_batch(base64.b64decode(line, validate=True))
+    except (binascii.Error, BadBatch) as error:
+        raise BadTrace(f"line {number}", expected, line, str(error)) from error
+
+
+def _undecodable(number: int, line: bytes, error: Exception) -> BadTrace:
+    """The error of a line, with the field, and what the decoder expected there."""
+    found = _WRONG.fullmatch(str(error))
+    if found is None:
+        return BadTrace(f"line {number}", str(error), line)
+    where, seen = found[2] or "", msgspec.json.decode(line)
+    for key, index in _STEP.findall(where):
+        seen = seen[int(index)] if index else seen[key]
+    return BadTrace(f"line {number} {where}".rstrip(), found[1].replace("`", ""), seen)
 
 
 def _mooncake(number: int, line: bytes, block_tokens: int) -> Iterator[TracedRequest]:
     try:
         one = _MOONCAKE.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _undecodable(number, error) from error
+        raise _undecodable(number, line, error) from error
     blocks = -(-one.input_length // block_tokens)
     if len(one.hash_ids) != blocks:
         expected = f"{blocks}, for input_length {one.input_length} in blocks of {block_tokens}"
@@ -217,12 +230,7 @@ class EventChains:
         Raises:
             BadTrace: it is no batch.
         """
-        try:
-            batch = decode_batch(base64.b64decode(line, validate=True))
-        except (binascii.Error, BadBatch) as error:
-            raise BadTrace(
-                f"line {number}", "base64 of a batch of KV events", str(error)
-            ) from error
+        batch = _batch_of(line, number, "base64 of a batch of KV events")
         self.counts.skipped += batch.num_undecodable
         yield from self._ended(batch.ts - _OPEN_S)
         yield from self._apply(number, batch)

@@ -47,12 +47,12 @@ def test_a_line_of_mooncake() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"input_length": 0}, r"line 2 input_length: expected a valid value, got .*>= 1"),
-        ({"input_length": "8"}, r"line 2 input_length: .*`int`, got `str`"),
+        ({"input_length": 0}, r"line 2 input_length: expected int >= 1, got 0$"),
+        ({"input_length": "8"}, r"line 2 input_length: expected int, got '8'$"),
         ({"input_length": 1 << 40}, r"line 2 input_length: "),
         ({"output_length": -1}, r"line 2 output_length: "),
         ({"timestamp": None}, r"line 2 timestamp: "),
-        ({"hash_ids": [1, -2, 3]}, r"line 2 hash_ids\[1\]: .*>= 0"),
+        ({"hash_ids": [1, -2, 3]}, r"line 2 hash_ids\[1\]: expected int >= 0, got -2$"),
         ({"hash_ids": [1, 2]}, r"line 2 hash_ids: expected 3, for input_length 1100 .*, got 2"),
         ({"hash_ids": None}, r"line 2 hash_ids: "),
     ],
@@ -71,8 +71,9 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 @pytest.mark.parametrize("line", [b"{", b'{"a": 1}', b"[1]", b"\xff", b"=", b"AAAA", b"{\xff}"])
 def test_a_first_line_of_no_known_format_is_refused(line: bytes) -> None:
-    with pytest.raises(BadTrace, match="line 1: "):
+    with pytest.raises(BadTrace, match="line 1: ") as raised:
         read(line)
+    assert line in (b"{", b"{\xff}") or "hash_ids" in str(raised.value)
 
 
 @given(st.lists(st.binary(max_size=80), max_size=4))

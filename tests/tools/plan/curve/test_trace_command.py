@@ -105,7 +105,10 @@ def test_the_picture_is_of_the_curve(capsys: Capture, trace: Path, tmp_path: Pat
     ("words", "says"),
     [
         (["--capacities", "1GiB,1GiB"], "--capacities: expected some, each larger"),
-        (["--capacities", "big"], "--capacities: expected a size of"),
+        (
+            ["--capacities", "1GiB;2GiB"],
+            "--capacities: expected sizes with commas between, each a size",
+        ),
         (["--trace-requests", "-1"], "--trace-requests: expected a number"),
         (["--trace-block", "0"], "--trace-block: expected a number of tokens above 0"),
         (["--trace-block", "64"], "line 1 hash_ids: expected"),
@@ -114,7 +117,9 @@ def test_the_picture_is_of_the_curve(capsys: Capture, trace: Path, tmp_path: Pat
     ],
 )
 def test_bad_options_are_named(capsys: Capture, trace: Path, words: list[str], says: str) -> None:
-    assert says in run(capsys, "--trace", trace, *words, code=2)
+    told = run(capsys, "--trace", trace, *words, code=2)
+    assert says in told
+    assert ("line 1" in says) == (f"{trace} line" in told)
 
 
 def test_a_trace_needs_a_store_and_a_request(capsys: Capture, trace: Path, tmp_path: Path) -> None:
