@@ -25,9 +25,11 @@ from transport.testing.inprocess.transport import InProcessNetwork, InProcessTra
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
     from pdconn.vllm import worker as worker_module
     from pdconn.vllm.metadata import PdMetadata
-    from pdconn.vllm.worker import KVConnectorTransferResults, PdWorker
+    from pdconn.vllm.worker import PdWorker
 
 
 class Mortal(InProcessTransport):
@@ -85,7 +87,7 @@ def test_a_pull_that_the_engine_has_given_up_has_not_failed(reason: str, counted
     """Its client has left; a router would take the pair for one that cannot pull."""
     worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)
     failed = FailedPull("r", reason, quarantined=True)
-    results: Any = KVConnectorTransferResults()
+    results = KVConnectorTransferResults()
     worker._note(PullResults.from_reports([failed]), results)
     assert results.finished_recving == results.failed_recving == {"r"}
     assert worker._report.quarantined == ["r"]

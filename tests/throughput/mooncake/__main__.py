@@ -19,21 +19,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import aiohttp
 
 from pdconn.tools.lab.proxy import running_proxy
 from pdconn.tools.output.table import table
-from tests.throughput.mooncake.lines import (
-    TRACE_BLOCK,
-    Request,
-    TraceError,
-    ideal_reuse,
-    parse,
-    prompt,
-    scaled,
-)
+from pdconn.tools.plan.store.curve import TracedRequest
+from pdconn.tools.plan.store.trace import MOONCAKE_BLOCK, BadTrace, TraceCounts, read_trace
+from tests.throughput.mooncake.lines import ideal_reuse, prompt, scaled
 from tests.throughput.trace import POLICIES, PULLS, Client
 
 ENGINE_BLOCK = 16
@@ -58,7 +53,7 @@ class Scale:
     @property
     def tokens_per_s(self) -> float:
         """That an engine computes of prompts."""
-        return self.prefill_rate * self.block / TRACE_BLOCK * self.speed_up
+        return self.prefill_rate * self.block / MOONCAKE_BLOCK * self.speed_up
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Row:
     ttft_p95_ms: float
 
 
-async def run(policy: str, trace: Sequence[Request], scale: Scale) -> Row:
+async def run(policy: str, trace: Sequence[TracedRequest], scale: Scale) -> Row:
     """One policy over new engines."""
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
     from tests.fakes.simulated.sim_engine import Speed, sim_engines
@@ -101,14 +96,14 @@ async def run(policy: str, trace: Sequence[Request], scale: Scale) -> Row:
     )  # fmt: skip
 
 
-async def _replay(url: str, policy: str, trace: Sequence[Request], scale: Scale) -> Client:
+async def _replay(url: str, policy: str, trace: Sequence[TracedRequest], scale: Scale) -> Client:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         client = Client(url, session)
 
-        async def send(request: Request) -> None:
-            await asyncio.sleep((request.at_ms - trace[0].at_ms) / 1000 / scale.speed_up)
-            answer = scaled(request.output_length, scale.block)
+        async def send(request: TracedRequest) -> None:
+            await asyncio.sleep((request.at_s - trace[0].at_s) / scale.speed_up)
+            answer = scaled(request.answer_tokens, scale.block)
             await client.ask(prompt(request, scale.block), answer)
 
         async def tell() -> None:
@@ -171,21 +166,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (given := getattr(args, name)) is not None and not 0 < given < math.inf:
             parser.error(f"--{name.replace('_', '-')}: expected more than 0, got {given}")
     try:
-        with args.trace.open() as lines:
-            trace = parse(lines)[: args.requests]
-    except (OSError, UnicodeDecodeError, TraceError) as error:
+        with args.trace.open("rb") as lines:
+            trace = list(islice(read_trace(lines, TraceCounts()), args.requests))
+    except (OSError, BadTrace) as error:
         print(f"--trace {args.trace}: {error}", file=sys.stderr)
         return 2
     if not trace:
         print(f"--trace {args.trace}: expected requests, got none", file=sys.stderr)
         return 2
     scale = Scale(args.tokens_per_block, args.speed_up, args.cache_tokens, args.prefill_rate)
-    longest = max(scaled(one.input_length + one.output_length, scale.block) for one in trace)
+    longest = max(scaled(one.num_tokens + one.answer_tokens, scale.block) for one in trace)
     if longest > (scale.num_blocks - 2) * ENGINE_BLOCK:
-        needed = math.ceil((longest + 2 * ENGINE_BLOCK) * TRACE_BLOCK / scale.block)
+        needed = math.ceil((longest + 2 * ENGINE_BLOCK) * MOONCAKE_BLOCK / scale.block)
         parser.error(f"--cache-tokens: expected at least {needed}, got {args.cache_tokens}")
     print(
-        f"{scale.block} tokens for {TRACE_BLOCK}; each engine {scale.num_blocks} blocks of "
+        f"{scale.block} tokens for {MOONCAKE_BLOCK}; each engine {scale.num_blocks} blocks of "
         f"{ENGINE_BLOCK} tokens, {scale.tokens_per_s:.0f} tokens/s"
     )
     rows = [asyncio.run(run(policy, trace, scale)) for policy in args.policies]

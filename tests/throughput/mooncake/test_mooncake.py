@@ -1,4 +1,4 @@
-"""Mooncake's trace: its lines, the prompts made of them, and a tiny one replayed."""
+"""Mooncake's trace: the prompts made of its lines, and a tiny one replayed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pdconn.tools.plan.store.curve import TracedRequest
 from tests.throughput.mooncake.__main__ import main
-from tests.throughput.mooncake.lines import Request, TraceError, ideal_reuse, parse, prompt
+from tests.throughput.mooncake.lines import ideal_reuse, prompt
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
@@ -18,40 +19,18 @@ def _line(**changed: object) -> str:
     return json.dumps(fields | changed)
 
 
-def test_a_line_is_read() -> None:
-    assert parse([_line(), "\n"]) == [Request(0, 1000, 5, (0, 1))]
-
-
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        ("{", "line"),
-        ("[]", "line"),
-        (_line(timestamp=-1), "timestamp"),
-        (_line(input_length=True), "input_length"),
-        (_line(output_length=None), "output_length"),
-        (_line(hash_ids=[0, "1"]), "hash_ids"),
-        (_line(hash_ids=[0]), "hash_ids"),
-    ],
-)
-def test_a_bad_line_is_named(line: str, field: str) -> None:
-    with pytest.raises(TraceError) as caught:
-        parse([_line(), line])
-    assert (caught.value.line, caught.value.field) == (2, field)
-
-
 def test_equal_ids_are_equal_tokens_and_others_differ() -> None:
-    first, second = (prompt(Request(0, 1000, 1, ids), 32) for ids in ((0, 1), (0, 50_001)))
+    first, second = (prompt(TracedRequest(1000, 1, ids, 512), 32) for ids in ((0, 1), (0, 50_001)))
     assert len(first) == 63  # 62.5
     assert first[:32] == second[:32]
     assert first[32:] != second[32:]
 
 
 TINY = [
-    Request(0, 1024, 16, (0, 1)),
-    Request(1000, 1536, 16, (0, 1, 2)),
-    Request(2000, 1024, 16, (0, 1)),
-    Request(3000, 1024, 16, (3, 1)),
+    TracedRequest(1024, 16, (0, 1), 512, 0.0),
+    TracedRequest(1536, 16, (0, 1, 2), 512, 1.0),
+    TracedRequest(1024, 16, (0, 1), 512, 2.0),
+    TracedRequest(1024, 16, (3, 1), 512, 3.0),
 ]
 
 
@@ -64,7 +43,7 @@ def test_a_tiny_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[
     trace, rows = tmp_path / "trace.jsonl", tmp_path / "rows.json"
     trace.write_text(
         "\n".join(
-            _line(timestamp=one.at_ms, input_length=one.input_length, hash_ids=one.hash_ids)
+            _line(timestamp=1000 * one.at_s, input_length=one.num_tokens, hash_ids=one.ids)
             for one in TINY
         ),
         encoding="utf-8",
