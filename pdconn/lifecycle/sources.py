@@ -62,3 +62,24 @@ def split_at(tokens: range, stored: int, load: float | None, pull: float | None)
     if load is None or pull is None or load >= pull:
         return stored
     return min(stored, tokens.start + int(len(tokens) * load / pull))
+
+
+def is_store_enough(
+    tokens: range, stored: int, least: int, load: float | None, pull: float | None
+) -> bool:
+    """Whether a store loads a prompt alone, of which a lender has a prefix.
+
+    It has all that the lender has, and either as much more that computing it would take longer
+    than a load, or it is read as fast.
+
+    Args:
+        tokens: of the prefix that are not held.
+        stored: the store has a whole prefix of so many tokens.
+        least: tokens that are worth a load.
+        load, pull: as for :func:`split_at`.
+
+    >>> is_store_enough(range(0, 1000), 1024, 64, load=1e9, pull=4e9)
+    False
+    """
+    more = stored - tokens.stop
+    return more >= 0 and (more >= least or split_at(tokens, stored, load, pull) == tokens.stop)

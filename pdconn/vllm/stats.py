@@ -124,7 +124,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "prefixes_stored": (
         "pdconn:prefixes_stored",
-        "Prefixes that were not pulled, since the store had all of them and more.",
+        "Prefixes that were not pulled, since the store loaded the prompt alone.",
     ),
     "tickets_gave_way": (
         "pdconn:tickets_gave_way",

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.lifecycle.load import LoadBeside, LoadState, StoreLoad
-from pdconn.lifecycle.sources import split_at
+from pdconn.lifecycle.sources import is_store_enough, split_at
 from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.store.engine.loads import Loads, StoredRequest
@@ -39,11 +39,11 @@ class BesideOffer:
 
     Attributes:
         split: tokens up to which it loads full attention beside a pull; those held if it does not.
-        boundary: tokens of the longest prefix that it has complete; 0 if that is not known.
+        is_enough: whether it loads the prompt alone, and nothing is to be pulled.
     """
 
     split: int
-    boundary: int = 0
+    is_enough: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PullOutlook:
     Attributes:
         tokens: those of the prompt that it has to bring.
         bytes_per_s: of pulls from its lender by one rank; None if that is unknown.
-        may_yield: whether the store alone loads the prompt if it has more of it.
+        may_yield: whether the store may load the prompt alone: the lender has a prefix of it.
     """
 
     tokens: range
@@ -140,20 +140,21 @@ class LoadsBeside:
             return BesideOffer(held)
         loads.note_answer(stored, answer)
         # The load stays as it is: it is the store that is asked next.
-        if pull.may_yield and answer.boundary >= pull.tokens.stop:
-            return BesideOffer(held, answer.boundary)
+        speeds = self._load_speed(now), pull.bytes_per_s
+        if pull.may_yield and is_store_enough(pull.tokens, answer.boundary, loads.least, *speeds):
+            return BesideOffer(held, is_enough=True)
         rows = self._rows(answer, pull, now)
         split = (rows[-1].index + 1) * self._row_tokens if rows else held
         if split - held < loads.least:
             loads.counts["store_misses"] += 1
             loads.leave_load(stored)
-            return BesideOffer(held, answer.boundary)
+            return BesideOffer(held)
         load.found(split, held, rows, is_beside=True)
         if not loads.place(load, now):
             loads.counts["store_no_room"] += 1
             loads.leave_load(stored)
-            return BesideOffer(held, answer.boundary)
-        return BesideOffer(split, answer.boundary)
+            return BesideOffer(held)
+        return BesideOffer(split)
 
     def _rows(self, answer: LookupAnswer, pull: PullOutlook, now: float) -> tuple[RowName, ...]:
         """Rows of full attention that are there, fit into staging, and take less time to load."""
@@ -161,11 +162,12 @@ class LoadsBeside:
         each = loads.keeper.sizes.staging_nbytes([(RowKind.FA, 0)])
         most = loads.staging.nbytes // each if each else answer.full
         stored = min(answer.full, first + most) * size
-        bytes_per_s = loads.bandwidth.bytes_per_s(now)
-        if self._when == "always":
-            bytes_per_s = None
-        split = split_at(pull.tokens, stored, bytes_per_s, pull.bytes_per_s)
+        split = split_at(pull.tokens, stored, self._load_speed(now), pull.bytes_per_s)
         return tuple(answer.chain.name(RowKind.FA, index) for index in range(first, split // size))
+
+    def _load_speed(self, now: float) -> float | None:
+        """Bytes per second, as far as it decides: what is known of it, unless "always" is set."""
+        return None if self._when == "always" else self._loads.bandwidth.bytes_per_s(now)
 
     def join_pull(
         self, stored: StoredRequest, need: Need, pull: PullOutlook, now: float

@@ -251,8 +251,8 @@ class Pulling(SchedulerPart):
         return self.store.offer_beside(request, self._outlook(request, tracked))
 
     def _yields(self, request: Any, tracked: Tracked, offer: BesideOffer | None) -> bool:
-        """Whether the ticket is given up, since the store alone loads more than its prefix."""
-        if not tracked.prefix or offer is None or offer.boundary < tracked.prefix:
+        """Whether the ticket is given up, since the store loads the prompt alone."""
+        if offer is None or not offer.is_enough:
             return False
         self._counts["prefixes_stored"] += 1
         self._give_up(request.request_id, tracked)

@@ -25,7 +25,7 @@ from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import MODELS, SETTINGS, SHAPES, engine, prompt
 
-ROW = 64
+ROW, LEAST = 64, 20
 LENGTH = 6 * ROW + 10
 TOKENS = prompt(1, LENGTH)
 TWO_RANKS = Shape(tp=2, layout="BHLNC", block_tokens=32, num_blocks=80)
@@ -224,11 +224,31 @@ def test_a_store_that_has_all_of_a_prefix_is_asked_for_all_that_it_has(
     with engine(MemoryRows(), Model(), Shape()) as made:
         store(made)
         offer = offered(made, beside.PullOutlook(range(prefix), may_yield=True))
-        assert (offer.boundary >= prefix) == (loads is not None)
+        assert offer.is_enough == (loads is not None)
         if loads is None:
             assert offer.split == 4 * ROW
         else:
             assert matched(made) == loads
+
+
+@pytest.mark.parametrize(
+    ("prefix", "load", "is_enough"),
+    [
+        (4 * ROW, 2e9, True),
+        (4 * ROW, 0.5e9, False),  # half of it takes as long as pulling all
+        (4 * ROW - LEAST + 1, 0.5e9, False),  # so little more is computed
+        (4 * ROW - LEAST, 0.5e9, True),
+    ],
+)
+def test_a_slow_store_takes_a_prompt_alone_if_it_has_much_more_of_it(
+    prefix: int, load: float, is_enough: bool
+) -> None:
+    with engine(MemoryRows(), Model(), Shape(), min_tokens=LEAST) as made:
+        store(made)
+        made.store.loads.bandwidth.learn_read(int(load), 1.0, made.clock())
+        offer = offered(made, beside.PullOutlook(range(prefix), 1e9, may_yield=True))
+        assert offer.is_enough == is_enough
+        assert offer.split == (0 if is_enough else 2 * ROW if prefix == 4 * ROW else ROW)
 
 
 @pytest.mark.parametrize("when", ["always", "never"])
