@@ -1,4 +1,4 @@
-"""Promises of one engine: blocks that are kept for sessions whose next turn is to come.
+"""Promises: what is kept for sessions whose next turn is to come, blocks of a cache or rows.
 
 ::
 
@@ -7,18 +7,18 @@
      └──broken──► BROKEN ──replaced, released,───────┘
                            expired, told
 
-*Replaced*: a later turn of the session is kept instead.  *Expired*: the time is up.  *Broken*: the
-blocks are given up early, and the session's next answer *tells* why.  A promise that was broken
-holds no blocks, and is remembered until it is told, or until its time would have been up.
+*Replaced*: a later turn of the session is kept instead.  *Expired*: the time is up.  *Broken*: what
+is kept is given up early, and the session's next answer *tells* why.  A promise that was broken
+holds nothing, and is remembered until it is told, or until its time would have been up.
 
 A promise is broken for one of these reasons::
 
-    room     a request could not be admitted, or a running one needs blocks: oldest promise first
-    share    the tenant's or the engine's bound: the oldest promise of the tenant that keeps most
+    room     a request could not be admitted, or a running one needs blocks, or new rows need room
+    share    the tenant's bound or that of all: the oldest promise of the tenant that keeps most
     reset    the cache was reset, or the weights have changed
 
-Every table is bounded, by blocks and by their number, and a tenant within his share loses nothing
-to one that keeps more than he does.
+Every table is bounded, by the size of what is kept and by the number of promises, and a tenant
+within his share loses nothing to one that keeps more than he does.
 
 Pure: time is an argument, effects are returned.
 """
@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Tenanted(Protocol):
@@ -42,6 +42,8 @@ class Tenanted(Protocol):
 
 
 Key = TypeVar("Key", bound=Tenanted)
+Item = TypeVar("Item", bound=Hashable)
+"""What is kept: the number of a block, or the name of a row."""
 
 
 class PromiseState(StrEnum):
@@ -73,33 +75,85 @@ class BreakReason(StrEnum):
     RESET = "reset"
 
 
+_MOST_SHARE = 0.9
+
+
 @dataclass(frozen=True, slots=True)
-class PromiseLimits:
-    """Bounds of one engine's promises.
+class KeepShares:
+    """The setting ``keep``, of an engine's blocks or of a store's capacity.
 
     Attributes:
-        blocks: that may be kept; one that several promises keep counts once.
-        tenant_blocks: of one tenant.
+        share: that all promises may keep.
+        tenant_share: that those of one tenant may keep.
+        seconds: the longest promise.
+    """
+
+    share: float = 0.5
+    tenant_share: float = 0.5
+    seconds: float = 3600.0
+
+    @classmethod
+    def from_setting(cls, value: Any, of: str) -> KeepShares | None:
+        """From what a user wrote; None where nothing is kept.
+
+        Args:
+            of: what shares are of, for errors.
+
+        Raises:
+            ValueError: with what was expected.
+        """
+        expected = 'true, false, or like {"share": 0.5, "tenant_share": 0.25, "seconds": 3600}'
+        if isinstance(value, bool):
+            return cls() if value else None
+        if not isinstance(value, dict) or not set(value) <= {"share", "tenant_share", "seconds"}:
+            raise ValueError(expected)
+        given = cls(**value)
+        for one in (given.share, given.tenant_share):
+            if not _is_number(one) or not 0 < one <= _MOST_SHARE:
+                raise ValueError(f"{expected}, with shares above 0 and at most 0.9 of {of}")
+        if not _is_number(given.seconds) or not 0 < given.seconds < 86_400:
+            raise ValueError(f"{expected}, with seconds above 0 and below 86400")
+        share = float(given.share)
+        return cls(share, min(share, float(given.tenant_share)), float(given.seconds))
+
+    def limits_of(self, total: int) -> PromiseLimits:
+        """The bounds, where there is so much that could be kept."""
+        return PromiseLimits(int(self.share * total), int(self.tenant_share * total), self.seconds)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseLimits:
+    """Bounds of promises.
+
+    Attributes:
+        size: of what may be kept, in blocks or bytes; an item that several promises keep counts
+            once.
+        tenant_size: of what may be kept for one tenant.
         seconds: the longest promise.
         most: promises, with those that were broken and are to be told.
     """
 
-    blocks: int
-    tenant_blocks: int
+    size: int
+    tenant_size: int
     seconds: float
     most: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class PinBlocks:
-    """Pin these blocks for a promise; before others are unpinned, which may be the same."""
+class Pin(Generic[Item]):
+    """Pin these items for a promise; before others are unpinned, which may be the same."""
 
     number: int
-    blocks: tuple[int, ...]
+    items: tuple[Item, ...]
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
-class UnpinBlocks:
+class Unpin:
     """Unpin what is pinned for a promise."""
 
     number: int
@@ -114,29 +168,29 @@ class PromiseBroken:
 
 @dataclass(frozen=True, slots=True)
 class KeepRefused:
-    """Nothing is kept: the blocks are more than the bound.  An earlier promise stays."""
+    """Nothing is kept: its size is above the bound.  An earlier promise stays."""
 
-    num_blocks: int
+    size: int
     most: int
 
 
-PromiseEffect = PinBlocks | UnpinBlocks | PromiseBroken | KeepRefused
+PromiseEffect = Pin[Item] | Unpin | PromiseBroken | KeepRefused
 
 
 @dataclass(slots=True)
-class Promise:
+class Promise(Generic[Item]):
     """One promise.
 
     Attributes:
         number: identifies its pins.
-        blocks: that are kept; none once it is broken.
+        items: that are kept; none once it is broken.
         until: when its time is up, in seconds.
         why: it was broken.
         is_used: a later turn of its session has come.
     """
 
     number: int
-    blocks: tuple[int, ...]
+    items: tuple[Item, ...]
     until: float
     state: PromiseState = PromiseState.KEPT
     why: BreakReason | None = None
@@ -151,81 +205,116 @@ class Promise:
         return True
 
 
-class Promises(Generic[Key]):
-    """The promises of one engine, oldest first."""
+class _Kept(Generic[Item]):
+    """Items that promises keep, and their size; an item that several keep counts once."""
 
-    def __init__(self, limits: PromiseLimits) -> None:
-        self._limits = limits
-        self._promises: dict[Key, Promise] = {}
+    def __init__(self, size_of: Callable[[Item], int]) -> None:
+        self._size_of = size_of
+        self.counts: Counter[Item] = Counter()
+        self.size = 0
+
+    def add_items(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self.counts[item] += 1
+            if self.counts[item] == 1:
+                self.size += self._size_of(item)
+
+    def remove_items(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self.counts[item] -= 1
+            if not self.counts[item]:
+                del self.counts[item]
+                self.size -= self._size_of(item)
+
+
+class Promises(Generic[Key, Item]):
+    """The promises of one holder, oldest first.
+
+    Args:
+        limits: bounds; may be set anew, and hold from the next promise on.
+        size_of: the size of an item; the default counts items.
+    """
+
+    def __init__(
+        self, limits: PromiseLimits, size_of: Callable[[Item], int] = lambda item: 1
+    ) -> None:
+        self.limits = limits
+        self._size_of = size_of
+        self._promises: dict[Key, Promise[Item]] = {}
         self._numbers = 0
         self._due = math.inf  # no promise's time is up before
-        self._kept: Counter[int] = Counter()
-        self._of_tenant: dict[str, Counter[int]] = {}
+        self._kept: _Kept[Item] = _Kept(size_of)
+        self._of_tenant: dict[str, _Kept[Item]] = {}
 
     def __len__(self) -> int:
         """Promises, with those that are to be told."""
         return len(self._promises)
 
-    def __iter__(self) -> Iterator[tuple[Key, Promise]]:
+    def __iter__(self) -> Iterator[tuple[Key, Promise[Item]]]:
         return iter(self._promises.items())
 
+    def __contains__(self, item: Item) -> bool:
+        """Whether an item is kept."""
+        return item in self._kept.counts
+
     @property
-    def num_blocks(self) -> int:
-        """Kept blocks; one that several promises keep counts once."""
-        return len(self._kept)
+    def size(self) -> int:
+        """Of what is kept; an item that several promises keep counts once."""
+        return self._kept.size
 
     @property
     def num_kept(self) -> int:
-        """Promises that hold blocks."""
+        """Promises that hold something."""
         return sum(one.state is PromiseState.KEPT for one in self._promises.values())
 
-    def blocks_of_tenant(self, tenant: str) -> int:
-        """Blocks that are kept for a tenant."""
-        return len(self._of_tenant.get(tenant, ()))
+    def size_of_tenant(self, tenant: str) -> int:
+        """The size of what is kept for a tenant."""
+        his = self._of_tenant.get(tenant)
+        return 0 if his is None else his.size
 
-    def blocks_of(self, key: Key) -> int:
-        """Blocks that are kept for a session."""
+    def items_of(self, key: Key) -> tuple[Item, ...]:
+        """What is kept for a session."""
         promise = self._promises.get(key)
-        return 0 if promise is None else len(promise.blocks)
+        return () if promise is None else promise.items
 
     # Events
 
     def keep(
-        self, key: Key, blocks: Iterable[int], seconds: float, now: float
-    ) -> list[PromiseEffect]:
-        """Keep the blocks of a session's turn, instead of those of an earlier turn.
+        self, key: Key, items: Iterable[Item], seconds: float, now: float
+    ) -> list[PromiseEffect[Item]]:
+        """Keep what a session's turn leaves, instead of what an earlier turn left.
 
         Args:
             key: the session.
-            blocks: of all groups, without holes; an earlier promise stays if there are none.
+            items: of all groups, without holes; an earlier promise stays if there are none.
             seconds: above 0; at most those of the limits count.
             now: in seconds.
         """
         effects = self.expire(now)
-        wanted = tuple(dict.fromkeys(blocks))
-        most = min(self._limits.tenant_blocks, self._limits.blocks)
+        wanted = tuple(dict.fromkeys(items))
+        most = min(self.limits.tenant_size, self.limits.size)
         if not wanted:
             return effects
-        if len(wanted) > most:
-            return [*effects, KeepRefused(len(wanted), most)]
+        if (size := sum(map(self._size_of, wanted))) > most:
+            return [*effects, KeepRefused(size, most)]
         self._numbers += 1
-        until = now + min(seconds, self._limits.seconds)
+        until = now + min(seconds, self.limits.seconds)
         self._due = min(self._due, until)
-        effects.append(PinBlocks(self._numbers, wanted))
+        effects.append(Pin(self._numbers, wanted, until))
         effects += self._end(key, "replaced")
         self._promises[key] = promise = Promise(self._numbers, wanted, until)
         self._count(key, promise)
         return effects + self._within_limits(key)
 
     def use(self, key: Key) -> bool:
-        """Note that a later turn has come; returns whether its blocks are kept, once."""
+        """Note that a later turn has come; returns whether anything is kept for it, once."""
         promise = self._promises.get(key)
         if promise is None or promise.state is not PromiseState.KEPT or promise.is_used:
             return False
         promise.is_used = True
         return True
 
-    def release(self, key: Key) -> list[PromiseEffect]:
+    def release(self, key: Key) -> list[PromiseEffect[Item]]:
         """Keep nothing for a session any more."""
         return self._end(key, "released")
 
@@ -237,7 +326,7 @@ class Promises(Generic[Key]):
         self._end(key, "told")
         return promise.why
 
-    def expire(self, now: float) -> list[PromiseEffect]:
+    def expire(self, now: float) -> list[PromiseEffect[Item]]:
         """End the promises whose time is up."""
         if now < self._due:  # as in nearly every step
             return []
@@ -246,54 +335,62 @@ class Promises(Generic[Key]):
         self._due = min((one.until for one in self._promises.values()), default=math.inf)
         return effects
 
-    def make_room(self, num_blocks: int, spared: Collection[Key] = ()) -> list[PromiseEffect]:
-        """Break promises, the oldest first, until ``num_blocks`` are kept by none any more.
+    def make_room(self, size: int, spared: Collection[Key] = ()) -> list[PromiseEffect[Item]]:
+        """Break promises, the oldest first, until so much is kept by none any more.
 
         At least one is broken, if there is one.  Those of ``spared`` sessions come last: their
-        turns are here, and would miss them.
+        turns are here, and would miss what is kept.
         """
-        least = len(self._kept) - max(1, num_blocks)
+        least = self.size - max(1, size)
         kept = [key for key, one in self._promises.items() if one.state is PromiseState.KEPT]
         kept.sort(key=lambda key: key in spared)
-        effects: list[PromiseEffect] = []
+        effects: list[PromiseEffect[Item]] = []
         for key in kept:
-            if len(self._kept) <= least:
+            if self.size <= least:
                 break
             effects += self._break(key, BreakReason.ROOM)
         return effects
 
-    def drop_all(self) -> list[PromiseEffect]:
-        """Break every promise: the KV is not valid any more."""
+    def note_gone(self, items: Iterable[Item]) -> list[PromiseEffect[Item]]:
+        """Break the promises that keep any of these items, which are gone all the same."""
+        gone = {item for item in items if item in self._kept.counts}
+        if not gone:  # nearly always
+            return []
+        hit = [key for key, one in self._promises.items() if not gone.isdisjoint(one.items)]
+        return [effect for key in hit for effect in self._break(key, BreakReason.ROOM)]
+
+    def drop_all(self) -> list[PromiseEffect[Item]]:
+        """Break every promise: what is kept is not valid any more."""
         return [e for key in list(self._promises) for e in self._break(key, BreakReason.RESET)]
 
     # Bounds
 
-    def _within_limits(self, new: Key) -> list[PromiseEffect]:
+    def _within_limits(self, new: Key) -> list[PromiseEffect[Item]]:
         """Break promises until every bound holds; never the new one, which is within each."""
-        effects: list[PromiseEffect] = []
-        limits = self._limits
-        while self.blocks_of_tenant(new.tenant) > limits.tenant_blocks:
+        effects: list[PromiseEffect[Item]] = []
+        limits = self.limits
+        while self.size_of_tenant(new.tenant) > limits.tenant_size:
             effects += self._break_oldest(new.tenant, new)
-        while len(self._kept) > limits.blocks:
+        while self.size > limits.size:
             effects += self._break_oldest(self._who_keeps_most(new), new)
         while len(self._promises) > limits.most:
             effects += self._forget_one(new)
         return effects
 
     def _who_keeps_most(self, new: Key) -> str:
-        """The tenant with most blocks, of those with a promise beside the new one."""
-        others = {key.tenant for key, one in self._promises.items() if key != new and one.blocks}
-        return max(others, key=lambda tenant: (self.blocks_of_tenant(tenant), tenant))
+        """The tenant that keeps most, of those with a promise beside the new one."""
+        others = {key.tenant for key, one in self._promises.items() if key != new and one.items}
+        return max(others, key=lambda tenant: (self.size_of_tenant(tenant), tenant))
 
-    def _break_oldest(self, tenant: str, new: Key) -> list[PromiseEffect]:
+    def _break_oldest(self, tenant: str, new: Key) -> list[PromiseEffect[Item]]:
         oldest = next(
             key
             for key, one in self._promises.items()
-            if key.tenant == tenant and key != new and one.blocks
+            if key.tenant == tenant and key != new and one.items
         )
         return self._break(oldest, BreakReason.SHARE)
 
-    def _forget_one(self, new: Key) -> list[PromiseEffect]:
+    def _forget_one(self, new: Key) -> list[PromiseEffect[Item]]:
         """End the oldest promise of the tenant that has most of them; one that is broken first."""
         numbers = Counter(key.tenant for key in self._promises if key != new)
         most = max(numbers, key=lambda tenant: (numbers[tenant], tenant))
@@ -305,35 +402,33 @@ class Promises(Generic[Key]):
 
     # Transitions
 
-    def _break(self, key: Key, why: BreakReason) -> list[PromiseEffect]:
+    def _break(self, key: Key, why: BreakReason) -> list[PromiseEffect[Item]]:
         promise = self._promises[key]
         if not promise.enter("broken"):
             return []
         promise.why = why
         return [*self._unpin(key, promise), PromiseBroken(why)]
 
-    def _end(self, key: Key, event: str) -> list[PromiseEffect]:
+    def _end(self, key: Key, event: str) -> list[PromiseEffect[Item]]:
         promise = self._promises.get(key)
         if promise is None or not promise.enter(event):
             return []
         del self._promises[key]
         return self._unpin(key, promise)
 
-    def _unpin(self, key: Key, promise: Promise) -> list[PromiseEffect]:
-        """Unpin the blocks of a promise, if it has not been done."""
-        if not promise.blocks:
+    def _unpin(self, key: Key, promise: Promise[Item]) -> list[PromiseEffect[Item]]:
+        """Unpin what a promise keeps, if it has not been done."""
+        if not promise.items:
             return []
         his = self._of_tenant[key.tenant]
-        for count in (self._kept, his):
-            count.subtract(promise.blocks)
-            for block in promise.blocks:
-                if not count[block]:
-                    del count[block]
-        if not his:
+        for kept in (self._kept, his):
+            kept.remove_items(promise.items)
+        if not his.counts:
             del self._of_tenant[key.tenant]
-        promise.blocks = ()
-        return [UnpinBlocks(promise.number)]
+        promise.items = ()
+        return [Unpin(promise.number)]
 
-    def _count(self, key: Key, promise: Promise) -> None:
-        self._kept.update(promise.blocks)
-        self._of_tenant.setdefault(key.tenant, Counter()).update(promise.blocks)
+    def _count(self, key: Key, promise: Promise[Item]) -> None:
+        self._kept.add_items(promise.items)
+        his = self._of_tenant.setdefault(key.tenant, _Kept(self._size_of))
+        his.add_items(promise.items)

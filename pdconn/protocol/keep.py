@@ -8,6 +8,9 @@ first, and the answer has the second::
 
 ``used`` is true if this turn has come back to what was kept for it.  ``broken`` is there if an
 earlier promise of the session was broken, and tells why; ``refused`` if nothing is kept.
+
+With a store ``rows`` is true if the turn's rows are kept, as far as they are there, and
+``rows_broken`` tells why an earlier promise to keep rows was broken.
 """
 
 from __future__ import annotations
@@ -99,3 +102,15 @@ def kept_params(
     said = {name: text for name, text in why.items() if text is not None}
     kept = {"session": session, "tokens": num_tokens, "used": used, **said}
     return {"pdconn": {"kept": kept}}
+
+
+def kept_rows_params(session: str, *, kept: bool, broken: str | None) -> dict[str, Any]:
+    """The answer's parameters of a store, beside those of :func:`kept_params`.
+
+    Args:
+        session: its name.
+        kept: whether the turn's rows are kept, as far as they are there.
+        broken: why an earlier promise to keep rows was broken; None if none was.
+    """
+    said = {} if broken is None else {"rows_broken": broken}
+    return {"pdconn": {"kept": {"session": session, "rows": kept, **said}}}

@@ -418,7 +418,8 @@ def _told(routed: RoutedRequest | None) -> dict[str, str]:
         return {}
     report = event.report
     # An engine's word, of which a header takes only letters.
-    broken = {} if report.broken is None else {BROKEN_HEADER: shown(report.broken, 20).strip("'")}
+    why = report.all_broken
+    broken = {} if why is None else {BROKEN_HEADER: shown(why, 40).strip("'")}
     return {KEPT_HEADER: str(report.tokens), **broken}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
 
+from pdconn.lifecycle.promises import KeepShares
 from pdconn.store.store_errors import StoreSettingError
 from transport.errors import did_you_mean
 
@@ -47,6 +48,7 @@ class StoreSettings:
     beside: Literal["auto", "always", "never"] = "auto"
     key_file: str | None = None
     tenant_quota: int | None = None
+    keep: KeepShares | None = field(default_factory=KeepShares)
 
 
 def read_store_settings(given: Any) -> StoreSettings:
@@ -75,6 +77,7 @@ def read_store_settings(given: Any) -> StoreSettings:
         "direct_io": lambda value: value if value == "auto" else _flag(value),
         "key_file": lambda value: os.path.expanduser(_text(value)),
         "tenant_quota": size_of,
+        "keep": lambda value: KeepShares.from_setting(value, "the capacity"),
     }
     values = {}
     for key, value in given.items():

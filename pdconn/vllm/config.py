@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.faults.debug_faults import Faults, read_faults
+from pdconn.lifecycle.promises import KeepShares
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import Place, parse_places
 from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface
@@ -23,7 +24,6 @@ from pdconn.store.store_keys import load_keys
 from pdconn.vllm.nixl.in_tree_keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
 from pdconn.vllm.values import (
     OUR_LAYOUT,
-    KeepShares,
     LendBack,
     cores,
     flag,

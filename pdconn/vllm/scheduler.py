@@ -103,7 +103,11 @@ def _united(params: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The parameters of all parts: keys of the first, and what each has in ``pdconn``."""
     if len(params) < 2:
         return params[0] if params else None
-    ours = {name: value for one in reversed(params) for name, value in ours_in(one).items()}
+    ours: dict[str, Any] = {}
+    for name, value in (item for one in reversed(params) for item in ours_in(one).items()):
+        # Two parts may tell of one session: of its blocks, and of its rows.
+        both = isinstance(value, dict) and isinstance(ours.get(name), dict)
+        ours[name] = {**ours[name], **value} if both else value
     return {**params[0], "pdconn": ours}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdconn.lifecycle.lease import MIN_TTL_S
+from pdconn.lifecycle.promises import KeepShares
 from pdconn.planning.layouts import LAYOUTS
 from pdconn.puller.verification import Verify
 from transport.choose import WANTED
@@ -26,21 +27,6 @@ class LendBack:
 
     seconds: float = 60.0
     share: float = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class KeepShares:
-    """The bounds of what sessions keep (:mod:`pdconn.vllm.keeps.keeping`).
-
-    Attributes:
-        share: of the engine's blocks that promises may pin.
-        tenant_share: of the engine's blocks that those of one tenant may pin.
-        seconds: the longest promise.
-    """
-
-    share: float = 0.5
-    tenant_share: float = 0.5
-    seconds: float = 3600.0
 
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -149,15 +135,4 @@ def lend_back(value: Any) -> LendBack | None:
 
 
 def keep(value: Any) -> KeepShares | None:
-    names = ("share", "tenant_share", "seconds")
-    expected = 'true, false, or like {"share": 0.5, "tenant_share": 0.25, "seconds": 3600}'
-    if isinstance(value, bool):
-        return KeepShares() if value else None
-    if not isinstance(value, dict) or not set(value) <= set(names):
-        raise ValueError(expected)
-    given = KeepShares(**value)
-    for one in (given.share, given.tenant_share):
-        if isinstance(one, bool) or not isinstance(one, (int, float)) or not 0 < one <= 0.9:
-            raise ValueError(f"{expected}, with shares above 0 and at most 0.9 of the blocks")
-    share = float(given.share)
-    return KeepShares(share, min(share, float(given.tenant_share)), seconds(given.seconds))
+    return KeepShares.from_setting(value, "the blocks")

@@ -18,7 +18,13 @@ from types import TracebackType
 from typing import Self
 
 from pdconn.store.format.row import RowName
-from pdconn.store.shelf.interface import Buffer, StoredPart, StoredRow
+from pdconn.store.shelf.interface import (
+    SAME_USE_S,
+    Buffer,
+    StoredPart,
+    StoredRow,
+    believed_use,
+)
 from pdconn.store.store_errors import RowDamaged, RowMissing, ShelfFailure
 
 
@@ -86,14 +92,23 @@ class MemoryShelf:
             ]
         return iter(found)
 
-    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
-        """Note that the rows were used now; those that are gone are left out."""
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        """Note that the rows are used at ``at``, or now; a later use stays."""
         now = self._shared.clock()
         with self._shared.lock:
             for name in names:
                 row = self._shared.rows.get((namespace, name))
                 if row is not None:
-                    row.used_at = now
+                    wanted = now if at is None else at
+                    row.used_at = max(believed_use(row.used_at, now), wanted)
+
+    def move_use(self, namespace: str, names: Sequence[RowName], old: float, new: float) -> None:
+        """Note a use at ``new`` of those rows whose last one is ``old``."""
+        with self._shared.lock:
+            for name in names:
+                row = self._shared.rows.get((namespace, name))
+                if row is not None and abs(row.used_at - old) < SAME_USE_S:
+                    row.used_at = new
 
     def used_at(self, namespace: str, name: RowName) -> float | None:
         """When the row was last used; None if there is no such row."""

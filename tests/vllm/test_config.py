@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from pdconn.lifecycle.promises import KeepShares
 from pdconn.puller.warmup import Place
 from pdconn.vllm.config import ConfigError, read_settings
-from pdconn.vllm.values import KeepShares
 
 
 def test_defaults_come_from_vllms_environment() -> None:

@@ -70,7 +70,7 @@ class StoredEngine:
             request_id=name, prompt_token_ids=tokens, prompt_embeds=None, pooling_params=None,
             resumable=False, all_token_ids=tokens, num_prompt_tokens=len(tokens),
             num_tokens=len(tokens), num_computed_tokens=0, skip_reading_prefix_cache=False,
-            lora_request=lora, cache_salt=None, mm_features=[],
+            lora_request=lora, cache_salt=None, mm_features=[], kv_transfer_params=None,
         )  # fmt: skip
         vars(made).update(more)
         return made

@@ -202,12 +202,27 @@ class KeptReport(msgspec.Struct):
         used: this turn has come back to what was kept for it.
         broken: why an earlier promise was broken.
         refused: why nothing is kept.
+        rows: the engine's store keeps the turn's rows as well.
+        rows_broken: why an earlier promise to keep rows was broken.
     """
 
     tokens: int = 0
     used: bool = False
     broken: str | None = None
     refused: str | None = None
+    rows: bool = False
+    rows_broken: str | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is kept now."""
+        return self.refused is None or self.rows
+
+    @property
+    def all_broken(self) -> str | None:
+        """Why promises were broken, those of rows with a prefix; None if none was."""
+        rows = None if self.rows_broken is None else f"store-{self.rows_broken}"
+        return ", ".join(why for why in (self.broken, rows) if why is not None) or None
 
 
 class _Ours(msgspec.Struct):
@@ -222,8 +237,8 @@ class _OfTicket(msgspec.Struct):
 def split_kept(ticket: Raw | None) -> tuple[Raw | None, KeptReport | None]:
     """An answer's ``kv_transfer_params`` as a ticket, and what they tell of the session.
 
-    >>> split_kept(Raw(b'{"pdconn": {"kept": {"session": "s", "tokens": 9}}}'))
-    (None, KeptReport(tokens=9, used=False, broken=None, refused=None))
+    >>> split_kept(Raw(b'{"pdconn": {"kept": {"session": "s", "tokens": 9}}}'))[1].tokens
+    9
     """
     if ticket is None:
         return None, None

@@ -161,10 +161,10 @@ class TurnKept(Event):
         """What became of the session's promises."""
         report = self.report
         told = {
-            PromiseEnd.MADE: report.refused is None,
+            PromiseEnd.MADE: report.is_kept,
             PromiseEnd.USED: report.used,
-            PromiseEnd.BROKEN: report.broken is not None,
-            PromiseEnd.REFUSED: report.refused is not None,
+            PromiseEnd.BROKEN: report.all_broken is not None,
+            PromiseEnd.REFUSED: not report.is_kept,
         }
         return [end for end, is_so in told.items() if is_so]
 

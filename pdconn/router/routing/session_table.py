@@ -123,7 +123,7 @@ class SessionTable:
             for end in event.ends:
                 self.when_told(end)
             if event.is_prefill:
-                known.tokens, known.broken = event.report.tokens, event.report.broken
+                known.tokens, known.broken = event.report.tokens, event.report.all_broken
         else:
             known.turns += 1
 

@@ -19,6 +19,10 @@ seldom wait.  Quotas of tenants say of whose rows it takes (:mod:`pdconn.store.b
     listing, new rows ─► tree ─► leaf used longest ago ─► used meanwhile? ─► remove
                                   ▲                         │ yes     rows are new: ask again
                                   └─────────────────────────┴─────────────┘
+
+A row that is kept for a session is one whose use lies ahead
+(:mod:`pdconn.store.engine.row_uses`), so it goes after all others, and of those that are kept the
+one goes first whose time is up first.
 """
 
 from __future__ import annotations
@@ -26,15 +30,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pdconn.lifecycle.promises import PromiseLimits
 from pdconn.store.budget.accounts import Accounts, Usage
 from pdconn.store.budget.quotas import TenantQuota, tenants_above
 from pdconn.store.budget.row_tree import Place, RowTree
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.folders import FolderId, folder_id
-from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow, believed_use
 from pdconn.store.store_errors import StoreError
 from pdconn.threads import AmountBox
 
@@ -113,7 +118,7 @@ LISTING_S = 120.0
 """Between listings, while rows have to go."""
 
 _SOON_S = 5.0
-"""Between listings that found nothing to remove."""
+"""Between listings that found nothing to remove but what is kept."""
 
 _STEP_S = 0.2
 _WARN_S = 60.0
@@ -136,7 +141,7 @@ class Evictor:
 
     Args:
         wa_share: WA bytes at most, as a share of the capacity; None for no limit.
-        clock: seconds that never go back.
+        clock: seconds that never go back; ``now`` gives the time of day, as uses of rows do.
         tenant_quota: bytes that no tenant loses to others; None if whose rows they are is nothing
             to go by.
     """
@@ -146,9 +151,11 @@ class Evictor:
         accounts: Accounts,
         wa_share: float | None,
         clock: Callable[[], float],
+        now: Callable[[], float],
         tenant_quota: int | None = None,
     ) -> None:
-        self._accounts, self._wa_share, self._clock = accounts, wa_share, clock
+        self._accounts, self._wa_share = accounts, wa_share
+        self._clock, self._now = clock, now
         self._quota = None if tenant_quota is None else TenantQuota(tenant_quota)
         self._lock: int | None = None
         self._tree: RowTree | None = None
@@ -179,8 +186,7 @@ class Evictor:
             return []
         now = self._clock()
         if self._tree is None or self._is_due(self._tree, now):
-            by_tenant = self._quota is not None
-            self._tree = RowTree(self._accounts.list_rows(shelf), by_tenant=by_tenant)
+            self._tree = self._tree_of(self._accounts.list_rows(shelf))
             self._listed_at = now
             usage = self._accounts.usage()
         done, tree = _Freeing(now + _STEP_S), self._tree
@@ -192,6 +198,15 @@ class Evictor:
             self.evicted_nbytes += done.nbytes
             self.num_evicted += len(done.places)
         return done.places
+
+    def _tree_of(self, rows: list[StoredRow]) -> RowTree:
+        now = self._now()
+        believed = (
+            row if (used_at := believed_use(row.used_at, now)) == row.used_at
+            else replace(row, used_at=used_at)
+            for row in rows
+        )  # fmt: skip
+        return RowTree(believed, by_tenant=self._quota is not None)
 
     def bytes_by_label(self) -> dict[str, int]:
         """Bytes of rows by tenant; none without quotas, or where another process evicts."""
@@ -254,11 +269,13 @@ class Evictor:
         while left() > 0 and self._clock() < done.until:
             held = tree.held_bytes(kind)
             place = tree.victim(kind, None if kept is None else tenants_above(held, kept))
-            if place is None:
+            if place is None or not self._may_go(tree, place):
                 return
             try:
                 used_at = shelf.used_at(*place)
-                if used_at is not None and used_at > tree.last_use(place):
+                if used_at is not None and believed_use(used_at, self._now()) > tree.last_use(
+                    place
+                ):
                     tree.note_use(place, used_at)
                     continue
                 nbytes = self._accounts.evict_row(shelf, *place)
@@ -275,6 +292,14 @@ class Evictor:
             done.places.append(place)
             done.nbytes += nbytes
             done.wa += nbytes if place[1].kind is RowKind.WA else 0
+
+    def _may_go(self, tree: RowTree, place: Place) -> bool:
+        """Whether a victim may go: a kept one only by a listing that is fresh."""
+        # A promise may have ended since the listing, and its rows go before others that are kept.
+        if tree.last_use(place) <= self._now() or self._clock() - self._listed_at < _SOON_S:
+            return True
+        self._listed_at = float("-inf")
+        return False
 
     def _kept(self, tree: RowTree, kind: RowKind | None, freed: int) -> int | None:
         """Bytes that each tenant keeps while so many are freed; None without a quota."""
@@ -346,7 +371,11 @@ class RootBudget:
                 settings.root, self._writer, settings.capacity, lost=self._lost
             )
             self._evictor = Evictor(
-                self._accounts, settings.wa_share, self._clock, settings.tenant_quota
+                self._accounts,
+                settings.wa_share,
+                self._clock,
+                self._now,
+                settings.tenant_quota,
             )
         self.make_room(shelf, "")
 
@@ -406,6 +435,21 @@ class RootBudget:
     def remove_damaged(self, shelf: Shelf, namespace: str, name: RowName) -> int:
         """Remove a damaged row.  Returns its bytes."""
         return self._opened()[0].remove_row(shelf, namespace, name)
+
+    def keep_limits(self) -> PromiseLimits | None:
+        """The bounds of this engine's promises, in bytes; None if it keeps nothing.
+
+        Those of all engines on the root together are within the share of the capacity.
+        """
+        shares, quota = self._settings.keep, self._settings.tenant_quota
+        if shares is None:
+            return None
+        usage = self._opened()[0].usage()
+        limits = shares.limits_of(usage.capacity // usage.num_writers)
+        if quota is None:
+            return limits
+        # Rows above a tenant's quota are evicted before those of others, whatever is kept.
+        return replace(limits, tenant_size=min(limits.tenant_size, quota // usage.num_writers))
 
     def usage_gauges(self) -> dict[str, int]:
         """Gauges for metrics, in bytes; by tenant where this process evicts by tenant."""

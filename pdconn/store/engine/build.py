@@ -27,6 +27,7 @@ from pdconn.store.engine.lookups import (
     Lookups,
     ShareSizes,
 )
+from pdconn.store.engine.row_uses import RowUses
 from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
 from pdconn.store.engine.store_scheduler import StoreScheduler
 from pdconn.store.format.footer import row_nbytes, row_sizes
@@ -126,6 +127,7 @@ def _start_threads(
         catalogue=catalogue,
         shelf=shelf,
         budget=budget,
+        uses=RowUses(layout, row_sizes(layout), budget, clock, time.time),
         committer=partial(
             Committer, layout, writer=writer, num_ranks=num_ranks, catalogue=catalogue,
             budget=budget,

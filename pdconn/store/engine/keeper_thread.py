@@ -28,8 +28,9 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from pdconn.lifecycle.promises import BreakReason
+from pdconn.protocol.keep import SessionKey
 from pdconn.sidechannel.quiet_log import QuietLog
-from pdconn.store.budget.row_tree import TouchedRows
 from pdconn.store.engine.lookups import (
     Catalogue,
     Learnt,
@@ -39,6 +40,7 @@ from pdconn.store.engine.lookups import (
     RowsListed,
     RowsStored,
 )
+from pdconn.store.engine.row_uses import KeepBudget, RowUse, RowUses
 from pdconn.store.format.footer import Footer, encode_footer, row_sizes
 from pdconn.store.format.row import RowKind, RowName, StoreLayout
 from pdconn.store.rank_commands import SaveRow
@@ -308,7 +310,7 @@ REPORTS_AT_ONCE = 16
 work takes no step for hours, while others evict."""
 
 
-class Budget(CommitBudget, Protocol):
+class Budget(CommitBudget, KeepBudget, Protocol):
     """The byte budget, as the keeper uses it."""
 
     @property
@@ -338,13 +340,6 @@ class Budget(CommitBudget, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowsUsed:
-    """Rows were loaded."""
-
-    rows: Sequence[RowName]
-
-
-@dataclass(frozen=True, slots=True)
 class PartNotSaved:
     """A rank cannot save its share of a row."""
 
@@ -360,7 +355,8 @@ class KeeperReport:
         settled: rows that are not being saved any more, committed or given up.
         committed: rows that are there now.
         gone: rows that are not there any more.
-        usage: gauges of the budget.
+        usage: gauges of the budget, and of what is kept.
+        broken: sessions of which rows that were kept are gone, and why.
     """
 
     namespace: str
@@ -369,9 +365,10 @@ class KeeperReport:
     gone: Sequence[RowName]
     counts: Mapping[str, int]
     usage: dict[str, int]
+    broken: Sequence[tuple[SessionKey, BreakReason]] = ()
 
 
-KeeperCommand = SaveBatch | PartNotSaved | RowsUsed | Learnt
+KeeperCommand = SaveBatch | PartNotSaved | RowUse | Learnt
 
 
 class _Owed:
@@ -384,6 +381,7 @@ class _Owed:
         self.gone: list[RowName] = []
         self.counts: Counter[str] = Counter()
         self.usage: dict[str, int] = {}
+        self.broken: list[tuple[SessionKey, BreakReason]] = []
         self._reported_usage: dict[str, int] = {}
 
     def in_namespace(self, namespace: str) -> _Owed:
@@ -396,15 +394,16 @@ class _Owed:
     def take_report(self) -> KeeperReport | None:
         """The next report; None if nothing has changed."""
         counts = {name: amount for name, amount in self.counts.items() if amount}
-        has_rows = self.settled or self.committed or self.gone
+        has_rows = self.settled or self.committed or self.gone or self.broken
         if not (has_rows or counts or self.usage != self._reported_usage):
             return None
         gone, self.gone = self.gone[:_ROWS_AT_ONCE], self.gone[_ROWS_AT_ONCE:]
         report = KeeperReport(
-            self.namespace, self.settled.copy(), self.committed, gone, counts, dict(self.usage)
-        )
+            self.namespace, self.settled.copy(), self.committed, gone, counts, dict(self.usage),
+            self.broken,
+        )  # fmt: skip
         self.settled.clear()  # the committer adds to this very list
-        self.committed, self._reported_usage = [], self.usage
+        self.committed, self.broken, self._reported_usage = [], [], self.usage
         self.counts.clear()
         return report
 
@@ -418,6 +417,7 @@ class KeeperLoop:
         catalogue: of the rows that are there; the committer's, too.
         shelf: opens the shelf, on the thread.
         budget: the byte budget; None for a store that is only read.
+        uses: notes uses of rows, and keeps them for sessions.
         committer: makes the committer, given ``settled``, which is called for each row.
         describe: writes the layout beside the rows of a namespace, to verify them with.
         clock: seconds that never go back.
@@ -432,6 +432,7 @@ class KeeperLoop:
         catalogue: Catalogue,
         shelf: Callable[[], Shelf],
         budget: Budget | None,
+        uses: RowUses,
         committer: Callable[..., Committer],
         clock: Callable[[], float],
         describe: Callable[[str], None] = lambda namespace: None,
@@ -441,7 +442,7 @@ class KeeperLoop:
         self._open_shelf, self._clock, self._describe = shelf, clock, describe
         self._owed = _Owed(catalogue.namespace)
         self._committer = committer(settled=self._owed.settled.append)
-        self._touched = TouchedRows()
+        self._uses = uses
         self._kept: deque[KeeperCommand] = deque()
 
     def run_keeper(self) -> None:
@@ -491,8 +492,8 @@ class KeeperLoop:
             self._committer.pending.add_batch(command)
         elif isinstance(command, PartNotSaved):
             self._committer.pending.part_not_saved(command.part)
-        elif isinstance(command, RowsUsed):
-            self._touch(shelf, command.rows)
+        elif isinstance(command, RowUse):
+            self._uses.note_use(shelf, command, self._catalogue, self._committer.pending.rows)
         else:
             self._catalogue.learn_rows(command, self._clock())
             if isinstance(command, RowsFailed):
@@ -503,7 +504,7 @@ class KeeperLoop:
         until = self._clock() + seconds
         while (left := until - self._clock()) > 0:
             command = self._inbox.take_one(left)
-            if command is not None and not isinstance(command, RowsUsed):
+            if command is not None and not isinstance(command, RowUse):
                 self._kept.append(command)
             elif command is None and self._inbox.is_closed:
                 return True
@@ -527,6 +528,8 @@ class KeeperLoop:
         owed.counts["store_save_failures"] += self._committer.take_failures()
         owed.counts["store_rows_committed"] += sum(row.is_new for row in done)
         committed = [row.name for row in done if row.namespace == namespace]
+        self._uses.follow(shelf, namespace)
+        self._uses.renew_marks(shelf, self._committer.pending.rows)
         if committed:
             # Before the report, so that the engine's next look-up finds them.
             self._lookups.put(RowsStored(namespace, committed, are_new=True))
@@ -535,15 +538,19 @@ class KeeperLoop:
         if self._budget is not None:
             evicted = self._budget.make_room(shelf, namespace)
             listing = self._budget.take_listing()
-            if listing is not None:
-                owed.gone += self._list_anew(listing)
+            gone = [] if listing is None else self._list_anew(listing)
             if evicted:
-                owed.gone += evicted
+                gone += evicted
                 self._update_catalogues(RowsGone(namespace, evicted))
+            self._uses.note_gone(shelf, gone)
+            owed.gone += gone
             rows, nbytes = self._budget.take_evicted()
             owed.counts["store_rows_evicted"] += rows
             owed.counts["store_evicted_bytes"] += nbytes
-            owed.usage = self._budget.usage_gauges()
+            owed.usage = self._budget.usage_gauges() | self._uses.gauges
+        owed.counts.update(self._uses.counts)
+        self._uses.counts.clear()
+        owed.broken += self._uses.take_broken()
         self._report()
 
     def _list_anew(self, listing: Iterable[StoredRow]) -> list[RowName]:
@@ -565,18 +572,12 @@ class KeeperLoop:
                 return
             self._outbox.put_quietly(report)
 
-    def _touch(self, shelf: Shelf, rows: Sequence[RowName]) -> None:
-        due = self._touched.take_due(rows, self._clock())
-        try:
-            shelf.touch(self._catalogue.namespace, due)
-        except StoreError as error:  # such as a root that we may only read
-            log.debug("pdconn: store: use not noted: %s", error)
-
     def _remove(self, shelf: Shelf, failed: RowsFailed) -> None:
         if self._budget is not None:
             for row in failed.damaged:
                 self._budget.remove_damaged(shelf, failed.namespace, row)
                 log.warning("pdconn: store: damaged row removed: row=%s", row.file_name)
         if failed.namespace == self._catalogue.namespace:
-            owed = self._owed.in_namespace(failed.namespace)
-            owed.gone += [*failed.missing, *failed.damaged]
+            gone = [*failed.missing, *failed.damaged]
+            self._owed.in_namespace(failed.namespace).gone += gone
+            self._uses.note_gone(shelf, gone)

@@ -22,14 +22,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdconn.lifecycle.promises import BreakReason
 from pdconn.planning.plan import window_start
+from pdconn.protocol.keep import SessionKey
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.engine.keeper_thread import (
     REPORTS_AT_ONCE,
     KeeperCommand,
     KeeperReport,
     PartNotSaved,
-    RowsUsed,
     SaveBatch,
 )
 from pdconn.store.engine.lookups import (
@@ -38,6 +39,7 @@ from pdconn.store.engine.lookups import (
     RowsFailed,
     ShareSizes,
 )
+from pdconn.store.engine.row_uses import RowsUsed, RowUse
 from pdconn.store.format.prompt_rows import Chain, Spacing, can_resume, pieces
 from pdconn.store.format.row import RowKind, RowName, StoreLayout, row_kind
 from pdconn.store.rank_commands import SaveFailed, SaveResult, SaveRow, SaveRows, StoreCommand
@@ -48,6 +50,8 @@ MAX_STORED = 1 << 17
 """Keys of each kind that the engine's thread remembers."""
 MAX_WAITING = 4096
 """Uses of rows are dropped while more commands wait for the keeper, which may hang in its shelf."""
+MAX_TOLD = 1024
+"""Sessions that are to be told of rows that are gone; those that never come again are forgotten."""
 
 
 NoteRows = Callable[[Sequence[RowName], Sequence[RowName]], None]
@@ -115,6 +119,7 @@ class Keeper:
         self._stored = StoredKeys()
         self._counts: Counter[str] = Counter()
         self._usage: dict[str, int] = {}
+        self._broken: dict[SessionKey, BreakReason] = {}
         worker.start_thread()
 
     def is_wanted(self, name: RowName) -> bool:
@@ -148,9 +153,20 @@ class Keeper:
         self._worker.inbox.put(PartNotSaved(part))
 
     def rows_used(self, rows: Sequence[RowName]) -> None:
-        """Note a use of the rows; dropped while the keeper is far behind."""
-        if len(self._worker.inbox.items) < MAX_WAITING:
-            self._worker.inbox.put(RowsUsed(rows))
+        """Note that rows were loaded."""
+        self.note_use(RowsUsed(rows))
+
+    def note_use(self, use: RowUse) -> bool:
+        """Note a use of rows; returns whether it is, and is not dropped: the keeper hangs."""
+        is_noted = len(self._worker.inbox.items) < MAX_WAITING
+        if is_noted:
+            self._worker.inbox.put(use)
+        return is_noted
+
+    def take_broken(self, key: SessionKey) -> BreakReason | None:
+        """Why rows that were kept for a session are gone; None if none are, or it was told."""
+        self.take_reports()
+        return self._broken.pop(key, None)
 
     def rows_failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
         """Report rows that could not be read, and damaged ones, which are removed."""
@@ -205,6 +221,9 @@ class Keeper:
         self._saving.difference_update(report.settled)
         self._counts.update(report.counts)
         self._usage = report.usage
+        self._broken.update(report.broken)
+        while len(self._broken) > MAX_TOLD:
+            del self._broken[next(iter(self._broken))]
         if report.namespace != self._namespace:  # from before a reset
             return
         for name in report.committed:

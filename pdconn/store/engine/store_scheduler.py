@@ -17,11 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from pdconn.lifecycle.promises import BreakReason
 from pdconn.planning.plan import Need
+from pdconn.protocol.keep import KeepOrder, SessionKey
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.engine.beside import BesideOffer, LoadsBeside, PullOutlook
 from pdconn.store.engine.loads import Loads, StoredRequest
 from pdconn.store.engine.lookups import Extras, Lookups
+from pdconn.store.engine.row_uses import SessionReleased, TurnCame, TurnEnded
 from pdconn.store.engine.saves import Keeper, RowBlocks, Save, Saves, Saving
 from pdconn.store.format.prompt_rows import Spacing, pieces
 from pdconn.store.format.row import RowKind, RowName
@@ -194,6 +197,41 @@ class StoreScheduler:
             del self._requests[request]
             return None
         return self.saves.save_rows(stored.saving, after, ids, self._opening.namespace)
+
+    # Sessions
+
+    def turn_came(self, key: SessionKey) -> None:
+        """Note that a later turn of a session has come."""
+        self._keeper.note_use(TurnCame(key))
+
+    def keep_turn(self, request: str, order: KeepOrder, num_tokens: int) -> bool:
+        """Keep the rows of a request that has ended, of ``num_tokens`` tokens that are computed.
+
+        Returns:
+            Whether they will be, as far as they are there and within the bounds.
+        """
+        stored = self._requests.get(request)
+        if stored is None or self._settings.read_only or self._settings.keep is None:
+            return False
+        known = stored.known_extras
+        turn = TurnEnded(
+            order.key,
+            order.seconds,
+            self._opening.namespace,
+            stored.saving.chain,
+            stored.tokens,
+            stored.extras if known is None else lambda: known,
+            min(num_tokens, len(stored.tokens)),
+        )
+        return self._keeper.note_use(turn)
+
+    def release_session(self, key: SessionKey) -> None:
+        """Keep nothing for a session any more."""
+        self._keeper.note_use(SessionReleased(key))
+
+    def take_broken(self, key: SessionKey) -> BreakReason | None:
+        """Why rows that were kept for a session are gone; None if it needs not be told."""
+        return self._keeper.take_broken(key)
 
     # A step
 

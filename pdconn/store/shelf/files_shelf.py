@@ -9,8 +9,8 @@
     read        open, fstat, preadv, close  of one inode: a row that is removed stays readable
 
 Parts and their notes are files of one writer's folder.  A row's size is its file's, and when it
-was used last is the file's time of modification.  Bytes are not forced to the device: a row that
-a power failure cut fails its checksums.
+was used last is the file's time of modification, which lies ahead for a row that is kept.  Bytes
+are not forced to the device: a row that a power failure cut fails its checksums.
 
 The file system must have hard links (ext4, XFS, tmpfs, NFS and Lustre have them).
 """
@@ -24,6 +24,7 @@ import functools
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self
@@ -46,7 +47,13 @@ from pdconn.store.shelf.folders import (
     unlink_quietly,
     write_whole,
 )
-from pdconn.store.shelf.interface import Buffer, StoredPart, StoredRow
+from pdconn.store.shelf.interface import (
+    SAME_USE_S,
+    Buffer,
+    StoredPart,
+    StoredRow,
+    believed_use,
+)
 from pdconn.store.shelf.transfer import FileTransfer, recent_rows
 from pdconn.store.store_errors import RowMissing, ShelfFailure
 
@@ -144,23 +151,41 @@ class FilesShelf:
                     if stat.S_ISREG(found.st_mode):
                         yield StoredRow(namespace, name, found.st_size, found.st_mtime)
 
-    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
-        """Note that the rows were used now; rows that are gone are skipped.
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        """Note that the rows are used at ``at``, or now; a later use stays.
+
+        Rows that are gone are skipped.
+
+        Raises:
+            ShelfFailure: a use cannot be noted; the rows after it are skipped.
+        """
+        now = time.time()
+        for name in names:
+            path, seen = self._row(namespace, name), self.used_at(namespace, name)
+            if path is None or seen is None:
+                continue
+            if believed_use(seen, now) < (now if at is None else at):
+                self._set_use(path, at)
+            if at is None:
+                self._recent.add_path(path)
+
+    def move_use(self, namespace: str, names: Sequence[RowName], old: float, new: float) -> None:
+        """Note a use at ``new`` of those rows whose last one is ``old``; all others stay.
 
         Raises:
             ShelfFailure: a use cannot be noted; the rows after it are skipped.
         """
         for name in names:
-            path = self._row(namespace, name)
-            if path is None:
-                continue
-            try:
-                os.utime(path, follow_symlinks=False)
-            except OSError as error:
-                if error.errno in ABSENT:
-                    continue
+            path, seen = self._row(namespace, name), self.used_at(namespace, name)
+            if path is not None and seen is not None and abs(seen - old) < SAME_USE_S:
+                self._set_use(path, new)
+
+    def _set_use(self, path: str, at: float | None) -> None:
+        try:
+            os.utime(path, None if at is None else (at, at), follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in ABSENT:
                 raise failure("touch", path, error) from error
-            self._recent.add_path(path)
 
     def used_at(self, namespace: str, name: RowName) -> float | None:
         """When the row was last used; None if there is no such row.

@@ -37,6 +37,21 @@ class StoredRow:
     used_at: float
 
 
+MOST_AHEAD_S = 2 * 86_400.0
+"""A use that lies further ahead is none: no promise is so long, and clocks differ by less."""
+SAME_USE_S = 1e-3
+"""Uses so close to each other are one, whatever a file system rounds."""
+
+
+def believed_use(used_at: float, now: float) -> float:
+    """When a row counts as used: a time too far ahead, as of a damaged file, is the oldest of all.
+
+    >>> believed_use(100.0, 90.0), believed_use(1e12, 90.0)
+    (100.0, 0.0)
+    """
+    return used_at if used_at <= now + MOST_AHEAD_S else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """A row that is not committed: its room in bytes, and its writer's name for it."""
@@ -71,8 +86,16 @@ class Shelf(Protocol):
         """Every committed row, in any order; those of all namespaces for None."""
         ...
 
-    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
-        """Note that the rows were used now; rows that are gone are skipped."""
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        """Note that the rows are used at ``at`` (seconds, epoch), or now; a later use stays.
+
+        A use that lies ahead keeps a row: eviction takes the one that was used longest ago.  Rows
+        that are gone are skipped.
+        """
+        ...
+
+    def move_use(self, namespace: str, names: Sequence[RowName], old: float, new: float) -> None:
+        """Note a use at ``new`` of those rows whose last one is ``old``; all others stay."""
         ...
 
     def used_at(self, namespace: str, name: RowName) -> float | None:

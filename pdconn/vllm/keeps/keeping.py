@@ -32,12 +32,12 @@ from typing import Any
 from pdconn.lifecycle.promises import (
     BreakReason,
     KeepRefused,
-    PinBlocks,
+    KeepShares,
+    Pin,
     PromiseBroken,
     PromiseEffect,
-    PromiseLimits,
     Promises,
-    UnpinBlocks,
+    Unpin,
 )
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.keep import KeepOrder, SessionKey, keep_of, kept_params
@@ -48,7 +48,6 @@ from pdconn.vllm.patches.cache_resets import watch_resets
 from pdconn.vllm.patches.pool.local_hits import blocks_of_hit
 from pdconn.vllm.patches.pool.pinned_blocks import NumberedPins
 from pdconn.vllm.scheduler_part import SchedulerPart
-from pdconn.vllm.values import KeepShares
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Keeping(SchedulerPart):
         self._shares, self._clock = shares, clock
         self._needs = BlockNeeds()
         self._pins = NumberedPins()
-        self._promises: Promises[SessionKey] | None = None
+        self._promises: Promises[SessionKey, int] | None = None
         self._orders: dict[str, KeepOrder] = {}
         self._used: set[str] = set()
         self._counts: Counter[str] = Counter()
@@ -85,7 +84,7 @@ class Keeping(SchedulerPart):
     @property
     def num_blocks(self) -> int:
         """Kept blocks; one that several promises keep counts once."""
-        return 0 if self._promises is None else self._promises.num_blocks
+        return 0 if self._promises is None else self._promises.size
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Take vLLM's ``KVCacheManager``, to look up what a finished request leaves."""
@@ -93,11 +92,7 @@ class Keeping(SchedulerPart):
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in; promises end before it is reset."""
-        shares, num_blocks = self._shares, block_pool.num_gpu_blocks
-        limits = PromiseLimits(
-            int(shares.share * num_blocks), int(shares.tenant_share * num_blocks), shares.seconds
-        )
-        self._promises = Promises(limits)
+        self._promises = Promises(self._shares.limits_of(block_pool.num_gpu_blocks))
         self._pins.pool = block_pool
         # vLLM refuses a reset while blocks are in use.  Where it refuses this one for another
         # reason, the promises are broken all the same, and their sessions are told.
@@ -154,7 +149,7 @@ class Keeping(SchedulerPart):
         broken = self._promises.tell(order.key)
         effects = self._promises.keep(order.key, held, order.seconds, self._clock())
         self._perform(effects)
-        refused = None if any(isinstance(e, PinBlocks) for e in effects) else NOT_CACHED
+        refused = None if any(isinstance(e, Pin) for e in effects) else NOT_CACHED
         if any(isinstance(effect, KeepRefused) for effect in effects):
             refused = TOO_LARGE
         return kept_params(
@@ -197,7 +192,9 @@ class Keeping(SchedulerPart):
     def _blocks_kept_for(self, request_id: str) -> int:
         """Blocks that are kept for the session of a request that is here."""
         order = self._orders.get(request_id)
-        return 0 if order is None or self._promises is None else self._promises.blocks_of(order.key)
+        if order is None or self._promises is None:
+            return 0
+        return len(self._promises.items_of(order.key))
 
     # Resets and weights
 
@@ -231,13 +228,13 @@ class Keeping(SchedulerPart):
         self._gauges = gauges
         return gauges
 
-    def _perform(self, effects: Iterable[PromiseEffect]) -> None:
+    def _perform(self, effects: Iterable[PromiseEffect[int]]) -> None:
         for effect in effects:
             match effect:
-                case PinBlocks():
-                    self._pins.pin_blocks(effect.number, effect.blocks)
+                case Pin():
+                    self._pins.pin_blocks(effect.number, effect.items)
                     self._counts["promises_made"] += 1
-                case UnpinBlocks():
+                case Unpin():
                     self._pins.unpin_blocks(effect.number)
                 case PromiseBroken():
                     self._counts[f"promises_broken_{effect.why}"] += 1

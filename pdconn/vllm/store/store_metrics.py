@@ -6,6 +6,8 @@ counts prompts and rows once.  ``pdconn.vllm.stats`` registers them.
 
 from __future__ import annotations
 
+from pdconn.lifecycle.promises import BreakReason
+
 STORE_COUNTERS: dict[str, tuple[str, str]] = {
     # the scheduler's part
     "store_lookups": ("pdconn:store_lookups", "Prompts looked up in the store."),
@@ -57,6 +59,29 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "store_rows_evicted": ("pdconn:store_rows_evicted", "Rows that this engine evicted."),
     "store_evicted_bytes": ("pdconn:store_evicted_bytes", "Bytes that this engine evicted."),
+    "store_promises_made": (
+        "pdconn:store_promises_made",
+        "Turns of sessions whose rows were kept for the next turn.",
+    ),
+    "store_promises_used": (
+        "pdconn:store_promises_used",
+        "Of these, turns whose next turn has come and finds all of them.",
+    ),
+    "store_promises_refused": (
+        "pdconn:store_promises_refused",
+        "Turns whose rows were not kept: there were none, or more than the tenant's share.",
+    ),
+    **{
+        f"store_promises_broken_{why}": (
+            f"pdconn:store_promises_broken_{why}",
+            f"Promises to keep rows broken: {text}",
+        )
+        for why, text in (
+            (BreakReason.ROOM, "rows were evicted or removed all the same."),
+            (BreakReason.SHARE, "later promises of a tenant that keeps most."),
+            (BreakReason.RESET, "the cache was reset, or the weights have changed."),
+        )
+    },
     # ranks
     "store_rows_read": ("pdconn:store_rows_read", "Shares of rows read and verified, per rank."),
     "store_bytes_read": ("pdconn:store_read_bytes", "Bytes read from the store, per rank."),
@@ -85,6 +110,14 @@ STORE_GAUGES: dict[str, tuple[str, str]] = {
     "store_reserved_bytes": (
         "pdconn:store_reserved_bytes",
         "Bytes that engines have reserved for rows to write.",
+    ),
+    "store_kept_bytes": (
+        "pdconn:store_kept_bytes",
+        "Bytes of rows that this engine keeps for sessions; shared ones count once.",
+    ),
+    "store_kept_sessions": (
+        "pdconn:store_kept_sessions",
+        "Sessions whose rows this engine keeps.",
     ),
 }
 """By name in the budget's usage: the metric and its help text."""

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdconn.planning.plan import Need
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.keep import KeepOrder, keep_of, kept_rows_params
 from pdconn.protocol.ticket import trimmed
 from pdconn.store.engine.beside import BesideOffer, PullOutlook
 from pdconn.store.engine.build import build_scheduler
@@ -66,11 +68,13 @@ class _KnownRequest:
     """A request of the engine whose rows have keys.
 
     Attributes:
+        order: what is asked for its session.
         is_mixed: whether it was computed with weights from before and from after a change.
         partial: blocks of which a pull wrote only the end.
     """
 
     request: Any
+    order: KeepOrder | None = None
     is_mixed: bool = False
     partial: PartialBlocks = field(default_factory=dict)
 
@@ -152,9 +156,12 @@ class Storing(SchedulerPart):
 
     def on_new_request(self, request: Any) -> None:
         """Add a request that entered the engine."""
-        if self._store is None or not has_keys(request):
+        if self._store is None:
             return
-        self._requests[request.request_id] = _KnownRequest(request)
+        order = self._note_session(self._store, request)
+        if not has_keys(request):
+            return
+        self._requests[request.request_id] = _KnownRequest(request, order)
         self._store.on_new_request(
             request.request_id,
             request.all_token_ids,
@@ -164,6 +171,21 @@ class Storing(SchedulerPart):
             may_load=not request.skip_reading_prefix_cache,
             reads_files=request.lora_request is not None,
         )
+
+    def _note_session(self, store: StoreScheduler, request: Any) -> KeepOrder | None:
+        """What is asked for a request's session, if that is to keep it; it is released at once."""
+        try:
+            order = keep_of(request.kv_transfer_params)
+        except TicketError as error:
+            log.debug("pdconn: store: nothing is kept: %s", error)
+            return None
+        if order is None:
+            return None
+        if not order.seconds:
+            store.release_session(order.key)
+            return None
+        store.turn_came(order.key)
+        return order
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched | None:
         """Tokens of the prompt that are fetched and verified, or None to ask again."""
@@ -279,11 +301,24 @@ class Storing(SchedulerPart):
         if request_id in self._requests:
             self._requests[request_id].partial = blocks
 
-    def request_finished(self, request: Any, blocks: TransferBlocks, num_computed: int) -> None:
-        """Drop a request that left the engine."""
+    def request_finished(
+        self, request: Any, blocks: TransferBlocks, num_computed: int
+    ) -> dict[str, Any] | None:
+        """Drop a request that left the engine, and keep its rows if that was asked.
+
+        Returns:
+            Parameters that tell whether they are kept, and why earlier ones are gone.
+        """
         known = self._requests.pop(request.request_id, None)
-        if known is not None and self._store is not None:
-            self._store.request_finished(request.request_id)
+        if known is None or self._store is None:
+            return None
+        kept = None
+        if known.order is not None and num_computed:
+            broken = self._store.take_broken(known.order.key)
+            is_kept = self._store.keep_turn(request.request_id, known.order, num_computed)
+            kept = kept_rows_params(known.order.key.session, kept=is_kept, broken=broken)
+        self._store.request_finished(request.request_id)
+        return kept
 
     # Resets and weights
 

@@ -83,6 +83,12 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "Bytes of each tenant's rows that rows of other tenants do not evict; see "
         "[Tenants](#tenants). The same in every engine on the root.",
     ),
+    "keep": (
+        "true, false, shares and seconds",
+        "Keep the rows of sessions whose requests ask for it; see [Sessions](#sessions). "
+        '`{"share": 0.5, "tenant_share": 0.5, "seconds": 3600}`: the parts of the capacity that '
+        "all promises and those of one tenant may keep, and the longest promise.",
+    ),
 }
 
 _CHOICES = {"shelf": SHELVES, "window_every": WINDOW_EVERY, "save": SAVE, "beside": BESIDE}
@@ -101,11 +107,14 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         if field.name in _CHOICES:
             takes = ", ".join(f"`{word}`" for word in _CHOICES[field.name])
             takes += _MORE.get(field.name, "")
-        default = "needed" if field.default is MISSING else _shown(field.name, field.default)
+        is_needed = field.default is MISSING and field.default_factory is MISSING
+        default = "needed" if is_needed else _shown(field.name, field.default)
         yield f"`{field.name}`", takes, default, meaning
 
 
 def _shown(name: str, value: Any) -> str:
+    if name == "keep":
+        return "`true`"
     if value is None:
         return "none"
     if name in ("capacity", "staging"):

@@ -190,7 +190,7 @@ def test_there_is_one_evictor(
     root: Path, writers: list[Writer], shelf: MemoryShelf, loss: Loss
 ) -> None:
     """Who had locked the removed file went on, beside who locked the new one."""
-    ours, theirs = (Evictor(writer.accounts, None, lambda: 0.0) for writer in writers)
+    ours, theirs = (Evictor(writer.accounts, None, lambda: 0.0, lambda: 0.0) for writer in writers)
     ours.evict_rows(shelf)
     assert ours.is_ours
     loss(root)

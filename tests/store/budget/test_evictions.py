@@ -34,7 +34,7 @@ class Root:
         self.evictor = self.evictor_of(self.accounts)
 
     def evictor_of(self, accounts: Accounts, wa_share: float | None = None) -> Evictor:
-        return Evictor(accounts, wa_share, lambda: self.now)
+        return Evictor(accounts, wa_share, lambda: self.now, lambda: self.now)
 
     def save(
         self, *path: int, kind: RowKind = RowKind.FA, namespace: str = "ns", theirs: bool = False

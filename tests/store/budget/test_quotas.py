@@ -128,8 +128,11 @@ class Root:
         self.shelf = MemoryShelf(self.rows)
         self.accounts = Accounts(path, "ours", CAPACITY)
         self.accounts.recount(self.shelf)
-        self.evictor = Evictor(self.accounts, wa_share, lambda: self.now, quota)
+        self.evictor = Evictor(self.accounts, wa_share, self.clock, self.clock, quota)
         self.low: dict[bytes, int] = {}
+
+    def clock(self) -> float:
+        return self.now
 
     def held(self) -> dict[bytes, int]:
         found: dict[bytes, int] = {}

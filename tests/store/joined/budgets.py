@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdconn.lifecycle.promises import PromiseLimits
 from pdconn.threads import AmountBox
 
 
@@ -32,6 +33,9 @@ class EndlessBudget:
 
     def remove_damaged(self, shelf: Any, namespace: str, name: Any) -> int:
         return int(shelf.remove_row(namespace, name))
+
+    def keep_limits(self) -> PromiseLimits:
+        return PromiseLimits(1 << 60, 1 << 60, 3600.0)
 
     def usage_gauges(self) -> dict[str, int]:
         return {}

@@ -13,6 +13,7 @@ import pytest
 
 from pdconn.store.engine.keeper_thread import Committer, KeeperCommand, KeeperLoop, KeeperReport
 from pdconn.store.engine.lookups import Catalogue, ShareSizes
+from pdconn.store.engine.row_uses import RowUses
 from pdconn.store.engine.saves import MAX_WAITING, Keeper
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.files_shelf import FilesShelf
@@ -45,6 +46,7 @@ def keeper_on(opens: Callable[[], Shelf]) -> tuple[Keeper, KeeperLoop]:
         catalogue=catalogue,
         shelf=opens,
         budget=None,
+        uses=RowUses(LAYOUT, {RowKind.FA: 1}, None, time.monotonic, time.time),
         committer=partial(
             Committer, LAYOUT, writer="w", num_ranks=1, catalogue=catalogue, budget=None
         ),
@@ -82,7 +84,7 @@ def test_uses_are_noted_where_it_can_be() -> None:
     keeper, loop = keeper_on(lambda: MemoryShelf(MemoryRows()))
     keeper.rows_used([ROW])
     until = time.monotonic() + 20.0
-    while ROW not in loop._touched:
+    while ROW not in loop._uses:
         assert time.monotonic() < until
         time.sleep(0.01)
     keeper.close()

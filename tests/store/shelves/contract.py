@@ -127,6 +127,32 @@ class RowLaws:
             assert used[names[1]] == before[names[1]]
             assert not theirs.has("ns", names[3])
 
+    def test_a_use_that_lies_ahead_stays_until_it_is_moved(self, open_shelf: OpenShelf) -> None:
+        kept, other, absent = (row_name(number) for number in range(3))
+        with open_shelf() as ours, open_shelf() as theirs:
+            for name in (kept, other):
+                save(ours, name, payload(name.index))
+            now = float(int(time.time()))
+            first, later = now + 100.25, now + 200.5
+            ours.touch("ns", [absent, kept], later)
+            for at in (None, first):
+                theirs.touch("ns", [kept], at)
+                assert ours.used_at("ns", kept) == later
+            theirs.move_use("ns", [kept, other, absent], first, now)
+            assert ours.used_at("ns", kept) == later, "it is not the use that was to be moved"
+            theirs.move_use("ns", [absent, kept, other], later, now - 50)
+            assert ours.used_at("ns", kept) == now - 50
+            assert abs((ours.used_at("ns", other) or 0.0) - now) < 3600
+
+    def test_a_use_too_far_ahead_does_not_stay(self, open_shelf: OpenShelf) -> None:
+        """As of a damaged file, or a clock that was wrong: it would keep the row for ever."""
+        name = row_name()
+        with open_shelf() as shelf:
+            save(shelf, name, payload(1))
+            shelf.touch("ns", [name], time.time() + 1e8)
+            shelf.touch("ns", [name])
+            assert abs((shelf.used_at("ns", name) or 0.0) - time.time()) < 3600
+
 
 class ReadLaws:
     """Reads fill what was asked, or say why not."""

@@ -86,8 +86,33 @@ class SortsRanges(MemoryShelf):
 
 
 class NeverTouches(MemoryShelf):
-    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
-        pass
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        if at is not None:
+            super().touch(namespace, names, at)
+
+
+class TouchesBackwards(MemoryShelf):
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        for row in self.rows(namespace):
+            if row.name in names:
+                now = self._shared.clock() if at is None else at
+                self.move_use(namespace, [row.name], row.used_at, now)
+
+
+class MovesEveryUse(MemoryShelf):
+    def move_use(self, namespace: str, names: Sequence[RowName], old: float, new: float) -> None:
+        for row in self.rows(namespace):
+            if row.name in names:
+                super().move_use(namespace, [row.name], row.used_at, new)
+
+
+class BelievesEveryUse(MemoryShelf):
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        now = self._shared.clock()
+        for name in names:
+            row = self._shared.rows.get((namespace, name))
+            if row is not None:
+                row.used_at = max(row.used_at, now if at is None else at)
 
 
 class FreesNothing(MemoryShelf):
@@ -117,6 +142,9 @@ MUTANTS = {
     ForgetsNamespaces: "test_rows_of_two_namespaces_and_kinds_are_apart",
     SortsRanges: "test_ranges_are_read_in_any_order",
     NeverTouches: "test_touching_makes_a_row_the_latest_used",
+    TouchesBackwards: "test_a_use_that_lies_ahead_stays_until_it_is_moved",
+    MovesEveryUse: "test_a_use_that_lies_ahead_stays_until_it_is_moved",
+    BelievesEveryUse: "test_a_use_too_far_ahead_does_not_stay",
     FreesNothing: "test_a_removed_row_is_missing",
     ListsOwnParts: "test_parts_of_every_writer_are_listed_with_their_room",
     KeepsParts: "test_discarding_leaves_nothing_and_may_be_repeated",

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdconn.lifecycle.promises import KeepShares
 from pdconn.vllm.patches.pool.admitted_blocks import blocks_for, num_free_blocks
-from pdconn.vllm.values import KeepShares
 from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
 from tests.vllm.patches.hybrid_engines import started
 from tests.vllm.patches.vllm_scheduler import Engine, Request

@@ -18,10 +18,9 @@ pytest.importorskip("vllm.v1.core.sched.scheduler")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from pdconn.lifecycle.promises import PromiseBroken, PromiseEffect, UnpinBlocks
+    from pdconn.lifecycle.promises import KeepShares, PromiseBroken, PromiseEffect, Unpin
     from pdconn.vllm.keeps.keeping import Keeping
     from pdconn.vllm.keeps.needs import BlockNeeds
-    from pdconn.vllm.values import KeepShares
     from tests.property.scale import LawMachine, holds, notices
     from tests.vllm.keeps.conversing import Chat, Conversing
     from tests.vllm.patches.hybrid_engines import KINDS
@@ -116,7 +115,7 @@ class SessionMachine(LawMachine):
         keeping, pool = self.one.keeping, self.one.manager.block_pool
         assert keeping.num_blocks <= SHARES.share * NUM_BLOCKS
         for tenant in "abc":
-            kept = {b for key, p in keeping._promises if key.tenant == tenant for b in p.blocks}
+            kept = {b for key, p in keeping._promises if key.tenant == tenant for b in p.items}
             assert len(kept) <= SHARES.tenant_share * NUM_BLOCKS
             for block in kept:
                 assert pool.blocks[block].ref_cnt > 0, "it could be reused"
@@ -146,11 +145,11 @@ def test_sessions_are_kept_or_told_and_leave_nothing(kind: str) -> None:
     holds(Machine, examples=30, steps=20)
 
 
-def never_unpins(self: Keeping, effects: Iterable[PromiseEffect]) -> None:
-    PERFORM(self, [one for one in effects if not isinstance(one, UnpinBlocks)])
+def never_unpins(self: Keeping, effects: Iterable[PromiseEffect[int]]) -> None:
+    PERFORM(self, [one for one in effects if not isinstance(one, Unpin)])
 
 
-def forgets_what_broke(self: Keeping, effects: Iterable[PromiseEffect]) -> None:
+def forgets_what_broke(self: Keeping, effects: Iterable[PromiseEffect[int]]) -> None:
     PERFORM(self, [one for one in effects if not isinstance(one, PromiseBroken)])
 
 

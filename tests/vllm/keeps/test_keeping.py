@@ -12,9 +12,9 @@ pytest.importorskip("vllm.v1.core.sched.scheduler")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from pdconn.lifecycle.promises import KeepShares
     from pdconn.vllm.keeps.keeping import Keeping
     from pdconn.vllm.keeps.needs import BlockNeeds
-    from pdconn.vllm.values import KeepShares
     from tests.vllm.keeps.conversing import Chat, Conversing
     from tests.vllm.patches.hybrid_engines import KINDS
 
@@ -263,7 +263,7 @@ def test_a_tenant_that_keeps_without_end_is_bounded_and_others_are_served(start:
         one.turn(each, 600.0)
     assert one.keeping.num_blocks <= 200
     assert one.keeping._promises is not None
-    assert one.keeping._promises.blocks_of_tenant("g") <= 120
+    assert one.keeping._promises.size_of_tenant("g") <= 120
     assert one.counts["promises_broken_share"] == 60 - 120 // 10
     assert one.turn(chat, 600.0, further=16) >= 640, "who kept little has lost nothing"
     one.turn(greedy[0], 600.0)

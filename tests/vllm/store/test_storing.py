@@ -68,6 +68,7 @@ def request(**changes: Any) -> Any:
         request_id="r", prompt_token_ids=[1, 2], prompt_embeds=None, pooling_params=None,
         resumable=False, all_token_ids=[1, 2], num_prompt_tokens=2, num_computed_tokens=0,
         skip_reading_prefix_cache=False, lora_request=None, cache_salt=None,
+        kv_transfer_params=None,
     )  # fmt: skip
     vars(made).update(changes)
     return made

@@ -89,6 +89,11 @@ class SimulatedRoot:
         for name in self._touched.take_due(names, at_s):
             self._used_at[name] = self._used_at[name][0], self._tick
 
+    @property
+    def now(self) -> float:
+        """The time as uses of rows have it."""
+        return self._tick
+
     # As accounts, of one writer
 
     def usage(self) -> Usage:
@@ -228,7 +233,9 @@ class SimulatedStore:
         # Its accounts and its shelf are those of a root as the evictor and the allowance use them.
         self._accounts = cast("Accounts", self.root)
         # Time stands still for it: it lists the rows once, and knows all that come after.
-        self._evictor = Evictor(self._accounts, settings.wa_share, lambda: 0.0)
+        self._evictor = Evictor(
+            self._accounts, settings.wa_share, lambda: 0.0, lambda: self.root.now
+        )
         self._make_room()
 
     def serve(self, prompt: TracedPrompt, held: int) -> int:
