@@ -28,7 +28,7 @@ from pdconn.store.format.prompt_rows import can_resume, pieces
 from pdconn.store.format.row import NO_KEY, RowKind, RowName, StoreLayout
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.folders import LAYOUT_FILE, is_namespace
-from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.interface import Shelf, StoredPart, StoredRow, believed_use
 from pdconn.store.shelf.open import place_of
 from pdconn.store.store_errors import StoreError
 from pdconn.store.verify import footer_of
@@ -135,6 +135,7 @@ class NamespaceSummary:
 
     Attributes:
         fa, wa: how much of each kind.
+        kept: how much is kept for sessions: its last use lies ahead.
         oldest_use, newest_use: seconds since the epoch.
         block_tokens: of a canonical block; None if neither a layout nor a footer could be read.
         longest_prefix: canonical blocks of the longest chain of FA rows without a gap.
@@ -147,6 +148,7 @@ class NamespaceSummary:
     namespace: str
     fa: RowAmount
     wa: RowAmount
+    kept: RowAmount
     oldest_use: float
     newest_use: float
     block_tokens: int | None
@@ -179,6 +181,11 @@ class RootSummary:
         return sum((one.wa for one in self.namespaces), RowAmount())
 
     @property
+    def kept(self) -> RowAmount:
+        """Rows of all namespaces that are kept for sessions."""
+        return sum((one.kept for one in self.namespaces), RowAmount())
+
+    @property
     def parts(self) -> RowAmount:
         """Parts of all writers: rows that are being written, or were when their writer died."""
         return sum(self.writers.values(), RowAmount())
@@ -190,8 +197,11 @@ class RootSummary:
         return self.wa.nbytes / total if total else None
 
 
-def summarize(root: str | os.PathLike[str], shelf: Shelf) -> RootSummary:
+def summarize(root: str | os.PathLike[str], shelf: Shelf, now: float) -> RootSummary:
     """Summarize what the root holds now.
+
+    Args:
+        now: seconds since the epoch.
 
     Raises:
         StoreError: it cannot be listed.
@@ -205,7 +215,7 @@ def summarize(root: str | os.PathLike[str], shelf: Shelf) -> RootSummary:
     space = os.statvfs(root)
     return RootSummary(
         tuple(
-            summary_of(name, rows, *_layout_of(root, shelf, rows))
+            summary_of(name, rows, now, *_layout_of(root, shelf, rows))
             for name, rows in sorted(by_namespace.items())
         ),
         {
@@ -220,6 +230,7 @@ def summarize(root: str | os.PathLike[str], shelf: Shelf) -> RootSummary:
 def summary_of(
     namespace: str,
     rows: Sequence[StoredRow],
+    now: float,
     layout: StoreLayout | None = None,
     block_tokens: int | None = None,
 ) -> NamespaceSummary:
@@ -230,6 +241,7 @@ def summary_of(
         namespace,
         RowAmount.from_rows(row for row in rows if row.name.kind is RowKind.FA),
         RowAmount.from_rows(row for row in rows if row.name.kind is RowKind.WA),
+        RowAmount.from_rows(row for row in rows if believed_use(row.used_at, now) > now),
         min(uses),
         max(uses),
         block_tokens if layout is None else layout.block_tokens,

@@ -531,6 +531,7 @@ class KeeperLoop:
         self._uses.follow(shelf, namespace)
         self._uses.renew_marks(shelf, self._committer.pending.rows)
         if committed:
+            self._uses.note_committed(shelf, committed)
             # Before the report, so that the engine's next look-up finds them.
             self._lookups.put(RowsStored(namespace, committed, are_new=True))
             owed.committed += committed

@@ -18,7 +18,7 @@ promise needs it; in the same way an engine learns of rows that others have remo
 
 Kept for a session are the rows that its next turn would load: full attention from the beginning to
 the last boundary that is there or being saved, and the windows and states of that boundary.  A row
-that is still being saved is marked within seconds of its commit; until then it is the latest used.
+that is still being saved is marked when it is committed.
 """
 
 from __future__ import annotations
@@ -298,6 +298,12 @@ class RowUses:
         except StoreError as error:
             log.debug("pdconn: store: kept rows not looked at: %s", error)
         self.note_gone(shelf, gone)
+
+    def note_committed(self, shelf: Shelf, rows: Iterable[RowName]) -> None:
+        """Mark rows that were promised while they were being saved."""
+        for row in rows:
+            if (until := self._marks.until(row)) is not None:
+                self._touch(shelf, [row], until)
 
     def note_gone(self, shelf: Shelf, rows: Iterable[RowName]) -> None:
         """Break the promises that need rows which are gone."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdconn.store.budget import root_budget
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.root_budget import LISTING_S, Evictor
 from pdconn.store.format.row import RowKind, RowName
@@ -96,6 +97,43 @@ def test_use_noted_by_others_since_the_listing_saves_a_row(root: Root) -> None:
     root.shelf.touch("ns", names[1:3])
     root.save(99)
     assert root.step() == names[3:4]
+
+
+def test_a_use_too_far_ahead_keeps_nothing(root: Root) -> None:
+    names = [root.save(number) for number in range(16)]
+    root.rows.rows["ns", names[9]].used_at = root.now + 1e8
+    assert root.step() == [names[9]]
+    kept = root.now + 3600.0
+    root.shelf.touch("ns", names[:2], kept)
+    root.rows.rows["ns", names[3]].used_at = root.now + 1e8
+    root.save(99)
+    assert root.step() == [names[2]], "its use was known before it was damaged"
+    root.now += LISTING_S
+    root.save(100)
+    assert root.step() == [names[3]], "of a listing"
+
+
+def test_a_use_far_ahead_that_is_believed_would(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    monkeypatch.setattr(root_budget, "believed_use", lambda used_at, now: used_at)
+    names = [root.save(number) for number in range(16)]
+    root.rows.rows["ns", names[0]].used_at = root.now + 1e8
+    assert root.step() == [names[1]]
+
+
+@pytest.mark.parametrize("quota", [None, 6 * SIZE])
+def test_kept_rows_give_way_when_nothing_else_can_go_the_first_promise_first(
+    root: Root, quota: int | None
+) -> None:
+    names = [root.save(number) for number in range(16)]
+    for number, name in enumerate(names):
+        if number != 5:
+            root.shelf.touch("ns", [name], root.now + 1000.0 - number)
+    root.theirs.reserve(3 * SIZE)
+    root.evictor = Evictor(root.accounts, None, lambda: root.now, lambda: root.now, quota)
+    assert root.step() == [names[5], names[15], names[14]]
 
 
 def test_rows_of_others_are_known_at_once(root: Root) -> None:

@@ -17,7 +17,6 @@ from hypothesis.stateful import invariant, rule
 
 from pdconn.lifecycle.promises import KeepShares, PromiseLimits, Promises, PromiseState
 from pdconn.protocol.keep import SessionKey
-from pdconn.store.budget import root_budget
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.root_budget import Evictor
 from pdconn.store.engine.lookups import Catalogue, RowsStored
@@ -202,7 +201,10 @@ class KeptRowsMachine(LawMachine):
         self.go_on()
         for name in list(made.saving):
             self.save(name)
+            made.uses.note_committed(self.shelf, [name])
         made.saving.clear()
+        self.observe()
+        self.marks_say_what_is_kept()
         self.go_on()
 
     @rule(first=st.integers(10, 10_000), count=st.integers(1, 12))
@@ -229,7 +231,7 @@ class KeptRowsMachine(LawMachine):
         made.note(TurnCame(key))
         assert (key in made.told) == owed
         made.told.discard(key)
-        self.observe()
+        self.go_on()
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 300.0]))
     def wait(self, seconds: float) -> None:
@@ -342,8 +344,8 @@ BROKEN = {
     "a use by others ends it": (MemoryShelf, "touch", uses_shorten),
     "no bound": (Promises, "_within_limits", lambda self, new: []),
     "times are not up": (Promises, "expire", lambda self, now: []),
-    "a damaged use is believed": (root_budget, "believed_use", lambda used_at, now: used_at),
     "a stale listing does": (Evictor, "_may_go", lambda self, tree, place: True),
+    "rows that come later are not": (RowUses, "note_committed", lambda self, shelf, rows: None),
     "marks are not renewed": (RowUses, "renew_marks", lambda self, shelf, saving: None),
     "nobody is told": (RowUses, "note_gone", lambda self, shelf, rows: None),
 }

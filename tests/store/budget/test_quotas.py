@@ -149,7 +149,9 @@ class Root:
             return True
         while self.accounts.reserve(SIZE) < SIZE:
             before = self.held()
-            gone = [row.tenant for _, row in self.evictor.evict_rows(self.shelf)]
+            # Kept rows go by a listing that is made anew.
+            found = self.evictor.evict_rows(self.shelf) or self.evictor.evict_rows(self.shelf)
+            gone = [row.tenant for _, row in found]
             assert gone, "nothing is freed"
             after = self.held()
             for each in set(gone):
@@ -279,6 +281,19 @@ def test_windows_above_their_share_are_taken_of_who_has_most(
     gone = [name.tenant for _, name in root.evictor.evict_rows(root.shelf)]
     root.close()
     assert gone == [TENANTS[0]] * 8, "the other's are older, and fewer than an even share"
+
+
+def test_one_who_keeps_all_that_he_has_costs_another_nothing_below_the_quota(
+    make_root: MakeRoot,
+) -> None:
+    root = make_root(20 * SIZE)
+    for number in range(18):
+        root.ask(1, number)
+    for number in range(1000, 1200):
+        root.ask(0, number)
+        rows = [row.name for row in root.shelf.rows() if row.name.tenant == TENANTS[0]]
+        root.shelf.touch("ns", rows, root.now + 3600.0)
+    assert root.held()[TENANTS[1]] == 18 * SIZE
 
 
 # Names

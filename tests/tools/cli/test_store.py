@@ -86,6 +86,18 @@ def test_totals_shares_and_rows_being_written_are_shown(root: Path, run: Run) ->
     assert f"{100 * found['wa_share']:.1f} %" in text
 
 
+def test_what_is_kept_for_sessions_is_counted_and_shown_as_such(root: Path, run: Run) -> None:
+    rows, now = [*full(CHAIN, range(2)), windows(CHAIN, [3])[0]], time.time()
+    assert asked(run, "stat", root)["kept"] == {"rows": 0, "bytes": 0}
+    with FilesShelf(root) as shelf:
+        shelf.touch(NAMESPACE, rows, now + 3600)
+        shelf.touch(NAMESPACE, full(CHAIN, [2]), now + 1e8)  # as of a damaged file
+    (one,) = asked(run, "ls", root)
+    assert one["kept"] == {"bytes": 2 * FA_NBYTES + WA_NBYTES}
+    assert asked(run, "stat", root)["kept"] == {"rows": 3, "bytes": 2 * FA_NBYTES + WA_NBYTES}
+    assert run("ls", root, "--rows")[1].count("kept ") == 3
+
+
 def test_the_budget_is_what_the_accounts_say(root: Path, run: Run) -> None:
     assert asked(run, "stat", root)["budget"] is None
     assert "no accounts" in run("stat", root)[1]

@@ -163,7 +163,7 @@ def _ls(args: argparse.Namespace) -> int:
             rows_of(shelf, args.namespace)  # raises for a missing namespace
         found = [
             one
-            for one in summarize(args.root, shelf).namespaces
+            for one in summarize(args.root, shelf, time.time()).namespaces
             if args.namespace in (None, one.namespace)
         ]
     publish(NamespacesReport(found, time.time()), args.json)
@@ -172,7 +172,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _stat(args: argparse.Namespace) -> int:
     with open_existing(args.root) as shelf:
-        found = summarize(args.root, shelf)
+        found = summarize(args.root, shelf, time.time())
     publish(RootReport(found), args.json)
     return 0
 

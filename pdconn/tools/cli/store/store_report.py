@@ -8,7 +8,7 @@ from typing import Any
 
 from pdconn.store.budget.accounts import Usage
 from pdconn.store.inspect import NamespaceSummary, RootSummary, RowAmount
-from pdconn.store.shelf.interface import StoredRow
+from pdconn.store.shelf.interface import StoredRow, believed_use
 from pdconn.store.verify import CheckedRow, RowState
 from pdconn.tools.output.columns import Column, cells, document, headings, text_table
 from pdconn.tools.output.table import table
@@ -57,7 +57,7 @@ def _namespace_columns(now: float) -> list[Column[NamespaceSummary]]:
     tokens = known(grouped, "?")
 
     def age(used_at: float) -> str:
-        return duration(now - used_at)
+        return _age(used_at, now)
 
     return [
         Column("namespace", "namespace", lambda one: one.namespace),
@@ -65,6 +65,7 @@ def _namespace_columns(now: float) -> list[Column[NamespaceSummary]]:
         Column("FA\nbytes", "fa.bytes", lambda one: one.fa.nbytes, binary_size),
         Column("WA\nrows", "wa.rows", lambda one: one.wa.rows, grouped),
         Column("WA\nbytes", "wa.bytes", lambda one: one.wa.nbytes, binary_size),
+        Column("kept\nbytes", "kept.bytes", lambda one: one.kept.nbytes, binary_size),
         Column(None, "block_tokens", lambda one: one.block_tokens),
         Column(
             "longest prefix\ntokens",
@@ -119,8 +120,14 @@ def _row_columns(now: float) -> list[Column[StoredRow]]:
         ),
         Column("tenant", "tenant", lambda row: row.name.tenant.hex() or None, known(str)),
         Column("bytes", "bytes", lambda row: row.nbytes, grouped),
-        Column("last use", "used_at", lambda row: row.used_at, lambda at: duration(now - at)),
+        Column("last use", "used_at", lambda row: row.used_at, lambda at: _age(at, now)),
     ]
+
+
+def _age(used_at: float, now: float) -> str:
+    """How long ago a row was used; of one that is kept, for how long it will be."""
+    ahead = believed_use(used_at, now) - now
+    return f"kept {duration(ahead)}" if ahead > 0 else duration(max(0.0, now - used_at))
 
 
 # --- the root -----------------------------------------------------------------------------
@@ -191,6 +198,7 @@ _ROOT: tuple[Column[RootSummary], ...] = (
         lambda share: f"{'-' if share is None else f'{100 * share:.1f} %'} of the bytes",
     ),
     Column("all rows", None, lambda found: found.fa + found.wa, _amount_text),
+    Column("kept", "kept", lambda found: found.kept, _amount_text, _amount_document),
     Column(
         "being written",
         "parts",
