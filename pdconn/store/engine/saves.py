@@ -13,6 +13,10 @@ this one: the next frees blocks of which they are made.
 
 Rows that are there already, or are being saved, are left out, so a prefix that was found in the
 engine's own cache is saved once if the store lacks it.
+
+No row is saved behind one that is missing, since no prompt could reach it.  Where there was no room
+for a row of full attention, the next pass that completes a row begins with it again: its blocks are
+still there.
 """
 
 from __future__ import annotations
@@ -235,19 +239,29 @@ class Keeper:
 
 IsWanted = Callable[[RowName], bool]
 """Whether a row is neither there nor being saved."""
+IsHeld = Callable[[RowName], bool]
+"""Whether the engine holds all blocks of which a row is made."""
 
 
 @dataclass(slots=True, eq=False)
 class Saving:
     """What is saved of one request: rows before block ``next_block`` were decided on.
 
-    ``junction`` is the block at whose end this prompt parts from those saved before, or None.
+    ``hole`` is the first of these blocks whose FA row there was no room for, or None; ``junction``
+    the block at whose end this prompt parts from those saved before, or None.
     """
 
     chain: Chain
     num_prompt_tokens: int
     next_block: int = 0
+    hole: int | None = None
     junction: int | None = None
+
+    def note_admitted(self, wanted: Sequence[RowName], admitted: Sequence[RowName]) -> None:
+        """Note which of the rows that were to be saved are."""
+        saved = set(admitted)
+        missing = (n.index for n in wanted if n.kind is RowKind.FA and n not in saved)
+        self.hole = next(missing, None)
 
     def always(self) -> frozenset[int]:
         """Blocks whose ends are saved whatever the spacing: the last of the prompt, the junction.
@@ -265,10 +279,10 @@ def rows_to_save(
 ) -> list[RowName]:
     """Rows whose tokens end at or before ``after``, FA in order and then WA in order."""
     until = min(after // layout.block_tokens, len(saving.chain.keys))
-    first = saving.next_block
-    if until <= first:
+    if until <= saving.next_block:
         return []
-    saving.next_block = until
+    first = saving.next_block if saving.hole is None else saving.hole
+    saving.next_block, saving.hole = until, None
     chain = saving.chain
     names = [chain.name(RowKind.FA, index) for index in range(first, until)]
     if layout.wa is not None:
@@ -279,6 +293,13 @@ def rows_to_save(
                 chosen |= dict.fromkeys(pieces(layout.wa, boundary))
         names += [chain.name(RowKind.WA, index) for index in sorted(chosen) if index < until]
     return [name for name in names if is_wanted(name)]
+
+
+def reachable(names: Sequence[RowName], is_held: IsHeld) -> list[RowName]:
+    """Those of ``names`` that the engine holds, and whose prompt can be loaded up to them."""
+    lacking = (n.index for n in names if n.kind is RowKind.FA and not is_held(n))
+    hole = min(lacking, default=None)
+    return [n for n in names if (hole is None or n.index < hole) and is_held(n)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,10 +409,12 @@ class Saves:
         if not names:
             return None
         by_group = ids()
-        names = [name for name in names if self._blocks.has_all(name, by_group)]
-        names = self._keeper.admit_rows(names)
-        if not names:
+        held = reachable(names, lambda name: self._blocks.has_all(name, by_group))
+        admitted = self._keeper.admit_rows(held)
+        saving.note_admitted(names, admitted)
+        if not admitted:
             return None
+        names = admitted
         self._number += 1
         rows = tuple(SaveRow(name, f"{self._number}-{at}") for at, name in enumerate(names))
         blocks = block_lists(self._blocks, names, by_group)

@@ -26,7 +26,7 @@ from pdconn.store.engine.loads import Loads, StoredRequest
 from pdconn.store.engine.lookups import Extras, Lookups
 from pdconn.store.engine.row_uses import SessionReleased, TurnCame, TurnEnded
 from pdconn.store.engine.saves import Keeper, RowBlocks, Save, Saves, Saving
-from pdconn.store.format.prompt_rows import Spacing, pieces
+from pdconn.store.format.prompt_rows import Spacing, pieces, rows_at_end
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.format.row_names import RowNames
 from pdconn.store.rank_commands import (
@@ -130,7 +130,17 @@ class StoreScheduler:
         stored = self._requests.get(request)
         if stored is None:
             return False
-        return self.loads.update_state_after_alloc(stored, blocks, num_external)
+        is_loaded = self.loads.update_state_after_alloc(stored, blocks, num_external)
+        if is_loaded:
+            self._note_use_of_end(stored)
+        return is_loaded
+
+    def _note_use_of_end(self, stored: StoredRequest) -> None:
+        """Note that a hit has used the rows at the prompt's end, of which it stops short."""
+        chain, layout = stored.saving.chain, self._opening.layout
+        rows = rows_at_end(layout, stored.load.boundary, stored.num_prompt_tokens)
+        if rows and len(chain.keys) * layout.block_tokens >= stored.num_prompt_tokens:
+            self._keeper.rows_used([chain.name(kind, index) for kind, index in rows])
 
     def offer_beside(self, request: str, pull: PullOutlook) -> BesideOffer | None:
         """What can be loaded beside a pull; None to ask again at a later step."""

@@ -165,6 +165,16 @@ def rows_needed(layout: StoreLayout, held: int, boundary: int) -> list[tuple[Row
     return rows
 
 
+def rows_at_end(layout: StoreLayout, boundary: int, num_tokens: int) -> list[tuple[RowKind, int]]:
+    """Rows at the end of a prompt that a hit at ``boundary`` does not use, and a next turn will.
+
+    There are some if the prompt consists of whole rows and the hit ends at the last one, whose last
+    token the engine computes.
+    """
+    is_last = num_tokens == boundary + layout.block_tokens
+    return rows_needed(layout, boundary, num_tokens) if is_last else []
+
+
 @dataclass(frozen=True, slots=True)
 class Spacing:
     """At which boundaries WA rows are saved, besides the last of a prompt and junctions.

@@ -51,7 +51,7 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
     "store_rows_committed": ("pdconn:store_rows_committed", "Rows saved."),
     "store_saves_skipped": (
         "pdconn:store_saves_skipped",
-        "Rows not saved because the budget had no room.",
+        "Rows for which the budget had no room when they could be saved, each time.",
     ),
     "store_save_failures": (
         "pdconn:store_save_failures",

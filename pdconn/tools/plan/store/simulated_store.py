@@ -19,15 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from pdconn.store.budget.accounts import Accounts, RowCount, Usage, WriterAccount, sum_usage
 from pdconn.store.budget.root_budget import LEAST_ROWS, Allowance, Evictor
 from pdconn.store.budget.row_tree import TouchedRows
 from pdconn.store.engine.lookups import Fitting, ShareSizes
-from pdconn.store.engine.saves import Saving, rows_to_save
+from pdconn.store.engine.saves import Saving, reachable, rows_to_save
 from pdconn.store.format.footer import row_sizes
-from pdconn.store.format.prompt_rows import Chain, Spacing, reach
+from pdconn.store.format.prompt_rows import Chain, Spacing, reach, rows_at_end
 from pdconn.store.format.row import RowKind, RowName, StoreLayout
 from pdconn.store.shelf.interface import Shelf, StoredRow
 from registration.references import AttentionKind
@@ -264,8 +265,12 @@ class SimulatedStore:
         return loaded
 
     def _note_load(self, prompt: TracedPrompt, found: Fitting, loaded: int) -> None:
-        name = prompt.chain.name
-        self.root.note_uses([name(kind, index) for kind, index in found.rows], prompt.at_s)
+        name, there = prompt.chain.name, self.root.rows
+        used = [name(kind, index) for kind, index in found.rows]
+        for kind, index in rows_at_end(self._settings.layout, found.boundary, prompt.num_tokens):
+            if prompt.chain.keys[index] in there[kind]:
+                used.append(name(kind, index))
+        self.root.note_uses(used, prompt.at_s)
         self.counts.hits += 1
         self.counts.hit_tokens += loaded
         num_windows = sum(kind is RowKind.WA for kind, _ in found.rows)
@@ -277,14 +282,19 @@ class SimulatedStore:
         for passed in self._passes(prompt, saving, start):
             names = rows_to_save(saving, layout, spacing, passed.stop, self._is_wanted)
             if names:
-                self._write([name for name in names if self._is_held(name, passed)])
+                held = reachable(names, partial(self._is_held, passed=passed))
+                saving.note_admitted(names, held[: self._write(held)])
                 self._make_room()
 
     def _is_wanted(self, name: RowName) -> bool:
         return name.key not in self.root.rows[name.kind]
 
-    def _write(self, names: Sequence[RowName]) -> None:
-        """Commit rows as far as there is room for them now, as a keeper admits them."""
+    def _write(self, names: Sequence[RowName]) -> int:
+        """Commit rows as far as there is room for them now, as a keeper admits them.
+
+        Returns:
+            How many of them, from the first on, were admitted.
+        """
         full, admitted = self.root.rows[RowKind.FA], 0
         for kind, nbytes in self._row_nbytes.items():
             new = []
@@ -302,6 +312,7 @@ class SimulatedStore:
                     new.append(name)
             self.root.add_rows(new, nbytes)
             self.counts.saved += len(new)
+        return admitted
 
     def _make_room(self) -> None:
         """A keeper's steps until the next pass: evict, and top up what may be written."""
