@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pdconn.router.access.api_keys import EngineKey
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.fleet.engine_client import EngineClient
@@ -18,6 +20,7 @@ from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.requests import REPORT_MODE
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.pulls.prefill_patience import PrefillPatience
 from pdconn.router.router_limits import Limits
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy
@@ -50,7 +53,7 @@ def make_handover(
         router,
         pulls,
         tries,
-        config.times.prefill_timeout_s,
+        PrefillPatience(config.times.prefill_timeout_s, time.monotonic),
         reuses_tokens,
         streams.are_on,
     )

@@ -46,6 +46,8 @@ ADMIN_ABOVE = 1000
 """Distance of the admin pages' default port above ``port``."""
 LAST_PORT = 65535
 _MIB = 1 << 20
+_LIMITS = {"auto": None, "none": math.inf}
+_LIMIT_TAKES = "seconds, at least 0.001, auto or none"
 
 
 def _weight(word: str) -> tuple[str, float]:
@@ -56,6 +58,20 @@ def _weight(word: str) -> tuple[str, float]:
     except ValueError as error:
         raise Unfit("MEDIUM=NUMBER", word) from error
     raise Unfit("MEDIUM=NUMBER", word)
+
+
+def _limit(word: str) -> float | None:
+    if word in _LIMITS:
+        return _LIMITS[word]
+    try:
+        return float(word)
+    except ValueError as error:
+        raise Unfit(_LIMIT_TAKES, word) from error
+
+
+def _check_limit(value: float) -> None:
+    if not value >= 0.001:
+        raise Unfit(_LIMIT_TAKES, value)
 
 
 def _check_weights(weights: Mapping[str, float]) -> None:
@@ -351,6 +367,7 @@ class ListenSettings(CheckedSettings):
 class TimeSettings(CheckedSettings):
     """Time-outs and retries.  None means no time-out, and as ``retries`` all engines.
 
+    ``prefill_timeout_s`` is learned if it is None, and ``math.inf`` for no time-out.
     ``drain_delay_s`` passes between the end of readiness and the end of listening;
     ``drain_timeout_s`` starts after it.
     """
@@ -400,10 +417,11 @@ class TimeSettings(CheckedSettings):
     prefill_timeout_s: float | None = option(
         None,
         "SECONDS",
-        seconds(),
-        "wait this long for prefill's ticket, then ask another engine",
-        parse=float,
-        unset="no time-out",
+        _check_limit,
+        "wait this long for prefill's ticket, then ask another engine: auto for several times what "
+        "it usually takes, 3 s at least; none for no time-out",
+        parse=_limit,
+        unset="auto",
     )
     request_timeout_s: float | None = option(
         None,

@@ -163,6 +163,8 @@ def test_a_fleet_file_that_makes_no_sense_at_the_start_names_itself(
         (["--retries", "2"], "times.most_tries", 3),
         ([], "times.most_tries", None),
         (["--prefill-timeout", "3"], "times.prefill_timeout_s", 3.0),
+        (["--prefill-timeout", "auto"], "times.prefill_timeout_s", None),
+        (["--prefill-timeout", "none"], "times.prefill_timeout_s", math.inf),
         (["--request-timeout", "4"], "times.request_timeout_s", 4.0),
         ([], "times.request_timeout_s", None),
         (["--tokenize-timeout", "5"], "times.tokenize_timeout_s", 5.0),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from msgspec import Raw
@@ -28,6 +31,7 @@ from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.bodies import find_ticket, find_usage, prefill_body, with_tokens
 from pdconn.router.openai.requests import Direct, Route, to_rank
 from pdconn.router.openai.session_orders import split_kept
+from pdconn.router.pulls.prefill_patience import PrefillPatience
 from pdconn.router.router_errors import EngineFailure, NoEngineLeft
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Decision
@@ -81,7 +85,7 @@ class Prefill:
     """Obtains the tickets of requests.
 
     Attributes:
-        timeout_s: per engine; None for no time-out.
+        patience: how long each engine may take.
         reuses_tokens: decode receives the token ids of a chat from prefill.
         learns_lenders: where engines lend from is learned from their tickets.
     """
@@ -90,7 +94,7 @@ class Prefill:
     router: RequestRouter
     pulls: PrefixPulls
     tries: EngineTries
-    timeout_s: float | None = None
+    patience: PrefillPatience
     reuses_tokens: bool = False
     learns_lenders: bool = False
     _warned: set[str] = field(default_factory=set)
@@ -193,19 +197,53 @@ class Prefill:
             flight.finish()
 
     async def _ask_in_time(self, tried: _PrefillTry) -> _Prefilled | EngineAnswer:
-        """Prefill's answer, within ``timeout_s``.
+        """Prefill's answer, if it comes in time.
 
         Raises:
             EngineTimedOut: no answer in time.  The connection is closed, which aborts the request
                 there; blocks lent at that moment are freed by their lease.
         """
-        if self.timeout_s is None:
-            return await self._ask_lending(tried)
+        engine, began_s = tried.candidate.engine, time.perf_counter()
+        _, in_flight = self.router.loads.inflight.requests_at(engine)
+        limit_s = self.patience.limit_s(engine, in_flight)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                return await self._ask_lending(tried)
+            async with self._limited(tried, limit_s):
+                answer = await self._ask_lending(tried)
         except TimeoutError as error:
-            raise EngineTimedOut(f"no ticket within {self.timeout_s:g} s") from error
+            raise EngineTimedOut(f"no ticket within {limit_s:.3g} s") from error
+        if isinstance(answer, _Prefilled):
+            self.patience.learn(engine, in_flight, time.perf_counter() - began_s)
+        return answer
+
+    @asynccontextmanager
+    async def _limited(self, tried: _PrefillTry, limit_s: float | None) -> AsyncIterator[None]:
+        """Time out after ``limit_s``.
+
+        By a learned limit the last engine that can be asked times out only while its ``/health``
+        fails: it may be busy, and what it has begun would be begun anew, or by decode.
+
+        Raises:
+            TimeoutError: the time is up.
+        """
+        engine = tried.candidate.engine
+        is_last = not self.tries.has_other(Role.PREFILL, engine, tried.request)
+        if limit_s is None or not (self.patience.is_learned and is_last):
+            async with asyncio.timeout(limit_s):
+                yield
+            return
+        async with asyncio.timeout(None) as in_time:
+            watching = asyncio.create_task(self._end_if_ill(engine, limit_s, in_time))
+            try:
+                yield
+            finally:
+                watching.cancel()
+
+    async def _end_if_ill(self, engine: str, every_s: float, in_time: asyncio.Timeout) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            if await self.tries.health.probe(engine) is not None:
+                in_time.reschedule(asyncio.get_running_loop().time())
+                return
 
     async def _ask_lending(self, tried: _PrefillTry) -> _Prefilled | EngineAnswer:
         """Prefill's answer or refusal, with a prefix borrowed from another engine if possible."""

@@ -201,6 +201,14 @@ class EngineTries:
             return self.engines.awake(role, request.serving, time.monotonic())
         return self.engines.live(role, request.serving)
 
+    def has_other(self, role: Role, engine: str, request: RoutedRequest) -> bool:
+        """Whether a request may go on to another engine than this one, if it fails here."""
+        asked = request.engines_asked(StepKind(role.value)) | {engine}
+        if self.most is not None and len(asked) >= self.most:
+            return False
+        live = self._live(role, request)
+        return any(one != engine and not request.has_failed_at(one, role) for one in live)
+
     def may_ask_again(self, request: RoutedRequest, candidate: Candidate) -> bool:
         """Whether a decode engine may get a request a second time: it is no third one to break."""
         if request.num_broken(Role.DECODE) < MOST_BROKEN:
@@ -245,8 +253,8 @@ class EngineTries:
         # 2. There is no connection: the engine is down until its /health answers.
         if isinstance(error, ConnectFailed):
             self.health.report_down(engine, str(error), request_id)
-        # 3. The connection broke: /health shows the engine's state.  A late answer may mean load.
-        elif not isinstance(error, EngineTimedOut):
+        # 3. Its connection broke, or no answer came in time: /health shows whether that is load.
+        else:
             self.health.suspect(engine, str(error), request_id)
             if not isinstance(error, _HARMLESS):
                 self._rest(engine, str(error), request_id)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from functools import partial
 
 import aiohttp
 import pytest
 
+from pdconn.router.pulls import prefill_patience
+from pdconn.router.pulls.prefill_patience import LEAST_SEEN
 from pdconn.router.router_server import Limits
+from tests.fakes.deployment import Deployment
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, error, hang
@@ -97,6 +101,84 @@ async def test_where_prefill_is_required_the_client_learns_that_it_was_late() ->
             {"engine": d.prefill[0].url, "why": "no ticket within 0.05 s"}
         ]
         assert not d.decode[0].seen
+
+
+FLOOR_S = 0.5
+
+
+async def taught(d: Deployment) -> None:
+    """Every prefill engine has answered often enough for a limit."""
+    while not all(len(engine.seen) >= LEAST_SEEN for engine in d.prefill):
+        assert (await d.complete()).body == ANSWER
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learned limit is half a second at least."""
+    monkeypatch.setattr(prefill_patience, "FLOOR_S", FLOOR_S)
+
+
+@pytest.mark.usefixtures("hasty")
+@in_loop
+async def test_a_prefill_that_takes_many_times_as_long_as_usual_is_left_for_another() -> None:
+    async with deployment(num_prefill=2) as d:
+        await taught(d)
+        d.prefill[0].script = hang
+        for _ in range(2):
+            assert (await d.complete()).body == ANSWER
+        assert d.metric("retries_total", role="prefill", engine=d.prefill[0].url) == 1
+        assert d.metric("engine_up", role="prefill", engine=d.prefill[0].url) == 1
+        assert d.metric("direct_requests_total", reason="no_prefill_in_time") == 0
+
+
+@pytest.mark.usefixtures("hasty")
+@in_loop
+async def test_one_that_stands_still_gets_no_further_requests() -> None:
+    async with deployment(num_prefill=2, health_timeout_s=0.2) as d:
+        await taught(d)
+        stopped = d.prefill[0]
+        stopped.script, stopped.health_status = hang, 503
+        await asyncio.gather(d.complete(), d.complete())
+        await until(lambda: d.metric("engine_up", role="prefill", engine=stopped.url) == 0)
+        asked = len(stopped.seen)
+        for _ in range(4):
+            assert (await d.complete()).body == ANSWER
+        assert len(stopped.seen) == asked
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("is_well", [True, False])
+@in_loop
+async def test_the_last_prefill_is_waited_for_while_it_is_healthy(is_well: bool) -> None:
+    """What it has begun would be begun anew by decode, which has others to serve."""
+    async with deployment() as d:
+        await taught(d)
+        (only,) = d.prefill
+        only.computes.clear()
+        only.health_status = 200 if is_well else 503
+        asked = asyncio.create_task(d.complete())
+        done, _ = await asyncio.wait([asked], timeout=4 * FLOOR_S)
+        assert bool(done) != is_well
+        only.computes.set()
+        assert (await asked).body == ANSWER
+        direct = d.metric("direct_requests_total", reason="no_prefill_in_time")
+        assert direct == (0 if is_well else 1)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("given", [{"prefill_timeout_s": math.inf}, {"retries": 0}])
+@in_loop
+async def test_without_a_limit_or_another_engine_prefill_takes_as_long_as_it_likes(given) -> None:
+    """The control: by default it would be left."""
+    async with deployment(num_prefill=2, **given) as d:
+        await taught(d)
+        d.prefill[0].computes.clear()
+        both = [asyncio.create_task(d.complete()) for _ in range(2)]
+        done, late = await asyncio.wait(both, timeout=4 * FLOOR_S)
+        assert (len(done), len(late)) == (1, 1)
+        d.prefill[0].computes.set()
+        assert [(await one).body for one in both] == [ANSWER, ANSWER]
+        assert d.metric("retries_total", role="prefill", engine=d.prefill[0].url) == 0
 
 
 # A whole request
