@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 
 from pdconn.router.events.subscriber import EventSource, Status
 from pdconn.router.prefix.block_index import Index
@@ -142,6 +143,12 @@ class PrefixCaches:
     def has_several_ranks(self, engine: str) -> bool:
         """Whether an engine has data-parallel ranks beside rank 0."""
         return _pod_name(engine, 1) in self.feeds
+
+    def ranks_of(self, engine: str) -> Sequence[int | None]:
+        """The data-parallel ranks of an engine; None alone, which names none, for one of one."""
+        if not self.has_several_ranks(engine):
+            return (None,)
+        return list(takewhile(lambda rank: _pod_name(engine, rank) in self.feeds, count()))
 
     def pods_by(self, scheme: HashScheme) -> list[str]:
         """The pods that use a scheme."""

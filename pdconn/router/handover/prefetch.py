@@ -323,13 +323,16 @@ class Prefetches:
         asked, params = 0, SessionOrder(session, 0.0).to_params()
         assert params is not None
         for engine in self._router.sessions.release(session):
-            if engine in self._router.engines:
-                work = self._release(engine, release_body(model, params), headers)
-                asked += self._releasing.spawn(work, "release a session")
+            if engine not in self._router.engines:
+                continue
+            # Each rank keeps for itself, and a turn need not have named one.
+            body, ranks = release_body(model, params), self._router.caches.ranks_of(engine)
+            works = [self._release(engine, body, to_rank(headers, rank)) for rank in ranks]
+            began = [self._releasing.spawn(work, "release a session") for work in works]
+            asked += any(began)
         return asked
 
-    async def _release(self, engine: str, body: bytes, client: CIMultiDict[str]) -> None:
-        headers = client.copy()
+    async def _release(self, engine: str, body: bytes, headers: CIMultiDict[str]) -> None:
         headers["Accept-Encoding"] = "identity"
         try:
             async with asyncio.timeout(RELEASE_S):

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from pdconn.router.metric_table import PrefetchEnd
+from pdconn.router.openai.requests import RANK_HEADER
 from tests.fakes.deployment import Deployment, Reply, deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import MODEL, FakeEngine, Seen
@@ -193,6 +194,21 @@ async def test_a_release_reaches_the_engines_that_keep_the_session_and_no_others
         again = await release(made, session_id="agent")
         assert json.loads(again.body) == {"engines": 0}
         assert sum(len(engine.seen) for engine in (*made.prefill, *made.decode)) == 4
+
+
+@in_loop
+async def test_a_release_reaches_every_rank_of_an_engine() -> None:
+    """A turn that named no rank was kept by any of them."""
+    async with fleet(num_prefill=1, ranks=3, alone_below=0) as made:
+        await made.ask(other_prompt(1), **SESSION)
+        await release(made, session_id="agent", model=MODEL)
+        (engine,) = made.prefill
+        await until(lambda: len(engine.seen) == 4)
+        named = [seen.headers.get(RANK_HEADER) for seen in engine.seen]
+        assert named[0] is None
+        assert set(named[1:]) == {"0", "1", "2"}
+        await until(lambda: len(made.decode[0].seen) == 2)
+        assert RANK_HEADER not in made.decode[0].seen[-1].headers
 
 
 @in_loop
