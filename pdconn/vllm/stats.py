@@ -14,7 +14,12 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from pdconn.lifecycle.promises import BreakReason
 from pdconn.protocol.messages import RefusalReason
 from pdconn.puller.commands import PullRecord
-from pdconn.vllm.store.store_metrics import STORE_COUNTERS, STORE_GAUGES, STORE_TENANT_GAUGES
+from pdconn.vllm.store.store_metrics import (
+    STORE_COUNTERS,
+    STORE_GAUGES,
+    STORE_TENANT_COUNTERS,
+    STORE_TENANT_GAUGES,
+)
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
 _BYTES = [2.0 ** (10 + i) for i in range(1, 25, 2)]
@@ -299,6 +304,12 @@ class PdPromMetrics(KVConnectorPromMetrics):
             )
             for key, (name, text) in STORE_TENANT_GAUGES.items()
         }
+        self._tenant_counters = {
+            key: self._counter_cls(
+                name=name, documentation=text, labelnames=[*labelnames, "tenant"]
+            )
+            for key, (name, text) in STORE_TENANT_COUNTERS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval; counts and gauges without a metric are left out."""
@@ -308,6 +319,10 @@ class PdPromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.get("counts", {}).items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(amount)
+            of, _, tenant = name.partition("/")
+            if tenant and of in self._tenant_counters:
+                labels = [*self._labelvalues[engine_idx], tenant]
+                self._tenant_counters[of].labels(*labels).inc(amount)
         for name, value in transfer_stats_data.get("gauges", {}).items():
             if name in self._gauges:
                 self._gauges[name][engine_idx].set(value)

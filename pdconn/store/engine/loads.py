@@ -26,6 +26,7 @@ from pdconn.lifecycle.sources import Bandwidth
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.breaker import LoadPatience
+from pdconn.store.budget.quotas import TenantCounts
 from pdconn.store.engine.lookups import Extras, Lookup, LookupAnswer, Lookups
 from pdconn.store.engine.saves import Keeper, Saving
 from pdconn.store.format.row import RowName, aligned
@@ -190,6 +191,7 @@ class Loads:
         self.bandwidth = Bandwidth()
         self._awaited: dict[str, StoreLoad[RowName]] = {}
         self.counts: Counter[str] = Counter()
+        self._tenants = TenantCounts()
 
     def __len__(self) -> int:
         """Loads that have bytes of the staging areas."""
@@ -226,6 +228,9 @@ class Loads:
             return self._leave(stored)
         # 5. It is looked up.
         self.counts["store_lookups"] += 1
+        tenant = stored.saving.chain.tenant
+        self._tenants.add_request(tenant)
+        self._tenants.add("store_tenant_lookups", tenant)
         self.look_up(stored, num_tokens - 1, num_local)
         return None
 
@@ -340,8 +345,18 @@ class Loads:
         self._awaited[stored.request] = load
         self.counts["store_hits"] += 1
         self.counts["store_hit_tokens"] += num_external
+        tenant = stored.saving.chain.tenant
+        self._tenants.add("store_tenant_hits", tenant)
+        self._tenants.add("store_tenant_hit_tokens", tenant, num_external)
         self.keeper.rows_used(load.rows)
         return True
+
+    def take_counts(self) -> Counter[str]:
+        """What was counted since the last call."""
+        taken = self.counts + self._tenants.counts
+        if taken:
+            self.counts, self._tenants.counts = Counter(), Counter()
+        return taken
 
     def fail_load(self, request: str) -> None:
         """Fail a load that the engine waits for, whose rows are gone: every rank reports it."""

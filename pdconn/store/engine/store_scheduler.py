@@ -289,11 +289,8 @@ class StoreScheduler:
 
     def take_store_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
-        kept = self._keeper.take_keeper_counts()
-        if self.loads.counts:
-            kept = dict(self.loads.counts + Counter(kept))
-            self.loads.counts = Counter()
-        return kept
+        kept, loaded = self._keeper.take_keeper_counts(), self.loads.take_counts()
+        return dict(loaded + Counter(kept)) if loaded else kept
 
     def close(self) -> None:
         """Stop the threads."""

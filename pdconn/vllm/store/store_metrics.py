@@ -122,6 +122,22 @@ STORE_GAUGES: dict[str, tuple[str, str]] = {
 }
 """By name in the budget's usage: the metric and its help text."""
 
+STORE_TENANT_COUNTERS: dict[str, tuple[str, str]] = {
+    "store_tenant_lookups": (
+        "pdconn:store_tenant_lookups",
+        "Prompts looked up in the store, by tenant.",
+    ),
+    "store_tenant_hits": (
+        "pdconn:store_tenant_hits",
+        "Prompts whose prefix was loaded from the store, by tenant.",
+    ),
+    "store_tenant_hit_tokens": (
+        "pdconn:store_tenant_hit_tokens",
+        "Tokens loaded from the store, by tenant.",
+    ),
+}
+"""As :data:`STORE_COUNTERS`, with a label ``tenant`` that follows the name and a slash."""
+
 STORE_TENANT_GAUGES: dict[str, tuple[str, str]] = {
     "store_tenant_bytes": (
         "pdconn:store_tenant_bytes",

@@ -15,8 +15,10 @@ from pdconn.store.budget import root_budget
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.quotas import (
     MOST_NAMED,
+    NAMED_FRACTION,
     NO_TENANT,
     OTHERS,
+    TenantCounts,
     TenantQuota,
     kept_by_each,
     tenants_above,
@@ -312,6 +314,22 @@ def test_a_bounded_number_of_tenants_is_named_and_the_rest_is_one() -> None:
         labels |= found.keys()
     assert len(labels) == MOST_NAMED + 2
     assert {NO_TENANT, OTHERS} <= labels
+
+
+def test_counts_of_a_bounded_number_of_tenants_have_their_names() -> None:
+    tenants, large = TenantCounts(), TENANTS[0][:8]
+    rng = random.Random(3)
+    for number in range(20_000):
+        tenant = rng.choice([large, b"", number.to_bytes(8)])
+        tenants.add_request(tenant)
+        tenants.add("hits", tenant, 2)
+    counts = tenants.counts
+    assert counts.total() == 40_000
+    assert counts.keys() == {f"hits/{large.hex()}", f"hits/{NO_TENANT}", f"hits/{OTHERS}"}
+    assert counts[f"hits/{large.hex()}"] > 10_000
+    assert counts[f"hits/{NO_TENANT}"] > 10_000
+    assert counts[f"hits/{OTHERS}"] > 10_000
+    assert len(tenants._requests) <= 2 + MOST_NAMED * NAMED_FRACTION
 
 
 def test_many_small_tenants_do_not_take_the_names_of_large_ones() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pdconn.store.format.row_names import RowNames
 from pdconn.store.settings import StoreSettings, read_store_settings
 from pdconn.store.store_errors import StoreSettingError
 from tests.store.joined.rig import FakeEngine, Model, until_ready
@@ -56,6 +58,28 @@ def test_a_flood_of_one_tenant_costs_another_none_of_its_hits(tmp_path: Path) ->
 def test_without_a_quota_it_does(tmp_path: Path) -> None:
     """The control."""
     assert hit_share(settings(tmp_path / "beside", None), floods=9) < 0.5
+
+
+def test_hits_are_counted_by_tenant(tmp_path: Path) -> None:
+    made = FakeEngine(settings(tmp_path, None), MODEL, budget=None)
+    counts: Counter[str] = Counter()
+    try:
+        until_ready(made)
+        for _ in range(20):
+            for salt in ("ours", None):
+                made.run(OURS[0], salt=salt)
+                made.settle()
+            counts.update(made.store.take_store_counts())
+    finally:
+        made.close()
+    hits = {name.partition("/")[2]: n for name, n in counts.items() if "tenant_hits/" in name}
+    assert hits.keys() == {RowNames().tenant("ours").hex(), "none", "others"}
+    assert sum(hits.values()) == counts["store_hits"] == 38
+    assert hits["none"] == 19
+    tokens = [n for name, n in counts.items() if "tenant_hit_tokens/" in name]
+    assert sum(tokens) == counts["store_hit_tokens"]
+    asked = [n for name, n in counts.items() if "tenant_lookups/" in name]
+    assert sum(asked) == counts["store_lookups"] == 40
 
 
 @pytest.mark.parametrize("bad", ["0", "many", True, None])

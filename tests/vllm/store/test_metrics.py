@@ -58,11 +58,13 @@ def test_a_gauge_by_tenant_has_the_tenant_as_a_label(
 ) -> None:
     for nbytes in (5, 7):
         gauges = {"store_tenant_bytes/0a0b": nbytes, "store_tenant_bytes/others": 1, "x/y": 3}
-        metrics.observe({"gauges": gauges})
+        counts = {"store_tenant_hits/0a0b": nbytes, "store_tenant_hits/others": 1, "x/y": 3}
+        metrics.observe({"gauges": gauges, "counts": counts})
     labels = {"model_name": "m", "engine": "0"}
-    for tenant, expected in (("0a0b", 7), ("others", 1)):
-        seen = registry.get_sample_value("pdconn:store_tenant_bytes", {**labels, "tenant": tenant})
-        assert seen == expected
+    for tenant, gauge, count in (("0a0b", 7, 12), ("others", 1, 2)):
+        mine = {**labels, "tenant": tenant}
+        assert registry.get_sample_value("pdconn:store_tenant_bytes", mine) == gauge
+        assert registry.get_sample_value("pdconn:store_tenant_hits_total", mine) == count
 
 
 def test_whatever_is_counted_has_a_metric() -> None:
