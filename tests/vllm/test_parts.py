@@ -131,6 +131,18 @@ def test_what_parts_say_in_our_own_key_is_united_and_a_ticket_keeps_its_own() ->
     assert ticket["pdconn"] == {"version": 2}, "a ticket may be given to others, too"
 
 
+def test_what_two_parts_say_of_one_session_is_united() -> None:
+    half, made = parts()
+    made["lending"].request_finished = lambda *_: {
+        "pdconn": {"kept": {"session": "s", "tokens": 9}}
+    }
+    made["storing"].request_finished = lambda *_: {
+        "pdconn": {"kept": {"session": "s", "rows": True}}
+    }
+    united = {"pdconn": {"kept": {"session": "s", "tokens": 9, "rows": True}}}
+    assert half.request_finished(request(), ([1, 2],)) == united
+
+
 def test_a_promise_lapses_when_vllm_asks_again_or_the_request_leaves() -> None:
     """The store's, when a ticket answers later: both would write to the same blocks."""
     half, made = parts(storing=(32, True))

@@ -164,6 +164,11 @@ def test_without_an_order_bodies_are_as_they_were() -> None:
         (b'{"pdconn": {"lend": 9, "held": 4}}', True, None),
         (b'{"pdconn": {"kept": {"tokens": 9}}}', False, KeptReport(9)),
         (
+            b'{"pdconn": {"kept": {"rows": true, "rows_broken": "reset", "refused": "share"}}}',
+            False,
+            KeptReport(0, refused="share", rows=True, rows_broken="reset"),
+        ),
+        (
             b'{"do_remote_prefill": true, "pdconn": {"kept": {"tokens": 9, "broken": "room"}}}',
             True,
             KeptReport(9, broken="room"),
@@ -194,3 +199,19 @@ def test_the_body_of_any_route_is_told_by_its_prompt(fields: dict[str, Any], rou
 def test_a_body_without_a_prompt_is_none_of_a_route() -> None:
     with pytest.raises(BadBody, match="prompt"):
         parse_any_body(b"{}")
+
+
+@pytest.mark.parametrize(
+    ("report", "why", "is_kept"),
+    [
+        (KeptReport(9), None, True),
+        (KeptReport(9, broken="room"), "room", True),
+        (KeptReport(0, refused="share"), None, False),
+        (KeptReport(0, refused="share", rows=True, rows_broken="room"), "store-room", True),
+        (KeptReport(9, broken="room", rows_broken="reset"), "room, store-reset", True),
+    ],
+)
+def test_a_session_is_told_of_blocks_and_of_rows(
+    report: KeptReport, why: str | None, is_kept: bool
+) -> None:
+    assert (report.all_broken, report.is_kept) == (why, is_kept)

@@ -15,6 +15,7 @@ from tests.vllm.store.configured import TRAITS, config, layout, proven
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from pdconn.protocol.keep import KeepOrder, SessionKey
     from pdconn.vllm.blocks.splits import Splits
     from pdconn.vllm.metadata import PdMetadata
     from pdconn.vllm.store.storing import Storing
@@ -30,6 +31,21 @@ class Scheduler:
         self.holes = 0
         self.cleared_to: list[str] = []
         self.salts: list[str | None] = []
+        self.sessions: list[tuple[Any, ...]] = []
+        self.broken: dict[SessionKey, str] = {}
+
+    def turn_came(self, key: SessionKey) -> None:
+        self.sessions.append(("came", key.session))
+
+    def release_session(self, key: SessionKey) -> None:
+        self.sessions.append(("released", key.session))
+
+    def keep_turn(self, request: str, order: KeepOrder, num_tokens: int) -> bool:
+        self.sessions.append(("kept", order.key.session, order.seconds, num_tokens))
+        return True
+
+    def take_broken(self, key: SessionKey) -> str | None:
+        return self.broken.pop(key, None)
 
     def on_new_request(self, *args: Any, cache_salt: str | None, **more: Any) -> None:
         self.salts.append(cache_salt)
@@ -173,3 +189,42 @@ def test_weights_that_nothing_proves_get_a_namespace_of_their_own_and_one_line_t
 def test_the_store_gets_the_salt_by_which_tenants_are_known(store: Any) -> None:
     store.on_new_request(request(request_id="salted", cache_salt="tenant"))
     assert store._store.salts == [None, "tenant"]
+
+
+def keeping(seconds: object, session: str = "s") -> dict[str, Any]:
+    return {"pdconn": {"keep": {"session": session, "seconds": seconds, "tenant": "t"}}}
+
+
+def end(store: Any, name: str, num_computed: int) -> Any:
+    return store.request_finished(request(request_id=name), None, num_computed)
+
+
+def test_a_turn_that_ends_is_kept_and_its_session_told(store: Any) -> None:
+    store._store.broken[SessionKey("t", "s")] = "room"
+    store.on_new_request(request(request_id="a", kv_transfer_params=keeping(60)))
+    told = end(store, "a", 40)
+    assert told == {"pdconn": {"kept": {"session": "s", "rows": True, "rows_broken": "room"}}}
+    assert store._store.sessions == [("came", "s"), ("kept", "s", 60, 40)]
+    store.on_new_request(request(request_id="b", kv_transfer_params=keeping(60)))
+    assert end(store, "b", 40) == {"pdconn": {"kept": {"session": "s", "rows": True}}}
+
+
+@pytest.mark.parametrize("seconds", [None, "long", -1, 1e9])
+def test_a_turn_without_a_good_order_is_not_kept(store: Any, seconds: object) -> None:
+    params = None if seconds is None else keeping(seconds)
+    store.on_new_request(request(request_id="a", kv_transfer_params=params))
+    assert end(store, "a", 40) is None
+    assert store._store.sessions == []
+
+
+def test_a_turn_that_was_aborted_is_not_kept(store: Any) -> None:
+    store.on_new_request(request(request_id="a", kv_transfer_params=keeping(60)))
+    assert end(store, "a", 0) is None
+    assert store._store.sessions == [("came", "s")]
+
+
+def test_a_session_is_released_by_a_request_whose_prompt_has_no_rows(store: Any) -> None:
+    store.on_new_request(
+        request(request_id="a", kv_transfer_params=keeping(0), prompt_embeds=object())
+    )
+    assert store._store.sessions == [("released", "s")]
