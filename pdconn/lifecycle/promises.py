@@ -205,7 +205,7 @@ class Promise(Generic[Item]):
         return True
 
 
-class _Kept(Generic[Item]):
+class _KeptItems(Generic[Item]):
     """Items that promises keep, and their size; an item that several keep counts once."""
 
     def __init__(self, size_of: Callable[[Item], int]) -> None:
@@ -243,8 +243,8 @@ class Promises(Generic[Key, Item]):
         self._promises: dict[Key, Promise[Item]] = {}
         self._numbers = 0
         self._due = math.inf  # no promise's time is up before
-        self._kept: _Kept[Item] = _Kept(size_of)
-        self._of_tenant: dict[str, _Kept[Item]] = {}
+        self._kept: _KeptItems[Item] = _KeptItems(size_of)
+        self._of_tenant: dict[str, _KeptItems[Item]] = {}
 
     def __len__(self) -> int:
         """Promises, with those that are to be told."""
@@ -430,5 +430,5 @@ class Promises(Generic[Key, Item]):
 
     def _count(self, key: Key, promise: Promise[Item]) -> None:
         self._kept.add_items(promise.items)
-        his = self._of_tenant.setdefault(key.tenant, _Kept(self._size_of))
+        his = self._of_tenant.setdefault(key.tenant, _KeptItems(self._size_of))
         his.add_items(promise.items)

@@ -136,10 +136,25 @@ def test_a_later_turn_is_kept_instead_of_the_earlier_one(tmp_path: Path) -> None
         turn(engine, FIRST + MORE + prompt(3, 90), 600.0)
         becomes(engine, lambda: gauge(engine) > before)
         assert gauge(engine, "store_kept_sessions") == 1
+        counts = engine.store.take_store_counts()
+        assert (counts["store_promises_made"], counts["store_promises_used"]) == (2, 1)
         engine.settle()
         with FilesShelf(given.root) as shelf:
             [found] = summarize(given.root, shelf, time.time()).namespaces
         assert found.kept.nbytes == gauge(engine)
+
+
+@pytest.mark.parametrize("seconds", [600.0, None], ids=["kept", "the control"])
+def test_another_engine_that_evicts_passes_over_what_this_one_keeps(
+    tmp_path: Path, seconds: float | None
+) -> None:
+    given = settings(tmp_path / "root")
+    with started(given, "evictor") as other, started(given, "ours") as ours:
+        assert turn(ours, FIRST, seconds) == 0
+        flood(other, 1)
+        assert other.store.take_store_counts()["store_rows_evicted"] > 0
+        assert turn(ours, FIRST + MORE, None) == (0 if seconds is None else 320)
+        assert ours.store.take_broken(SESSION) is None
 
 
 def test_a_session_whose_rows_somebody_removes_is_told_once(tmp_path: Path) -> None:
