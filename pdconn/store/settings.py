@@ -21,6 +21,7 @@ REPEAT_S = 10.0
 """The least time between two logs of a warning that every row repeats while a device refuses."""
 SAVE = ("prompt", "all")
 BESIDE = ("auto", "always", "never")
+COMPRESSION = ("none", "exponents")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){0,8}")
 _ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:]{2,45}\])(?::\d{1,5})?/?")
 _MOST_NBYTES = (1 << 63) - 1
@@ -46,6 +47,7 @@ class StoreSettings:
     min_tokens: int = 256
     direct_io: bool | Literal["auto"] = "auto"
     beside: Literal["auto", "always", "never"] = "auto"
+    compression: Literal["none", "exponents"] = "none"
     key_file: str | None = None
     tenant_quota: int | None = None
     keep: KeepShares | None = field(default_factory=KeepShares)
@@ -75,6 +77,7 @@ def read_store_settings(given: Any) -> StoreSettings:
         "min_tokens": lambda value: _number(value, 0),
         "beside": lambda value: _one_of(value, BESIDE),
         "direct_io": lambda value: value if value == "auto" else _flag(value),
+        "compression": lambda value: _one_of(value, COMPRESSION),
         "key_file": lambda value: os.path.expanduser(_text(value)),
         "tenant_quota": size_of,
         "keep": lambda value: KeepShares.from_setting(value, "the capacity"),

@@ -25,7 +25,15 @@ from pdconn.store.format.footer import (
     decode_footer,
     footer_nbytes_of,
 )
-from pdconn.store.format.row import ALIGNMENT, RowKind, RowLayout, StoreLayout
+from pdconn.store.format.row import (
+    ALIGNMENT,
+    Packing,
+    RowKind,
+    RowLayout,
+    Slab,
+    StoreLayout,
+    aligned,
+)
 from pdconn.store.format.seals import TAG_NBYTES, RowKeys, SlabOpener
 from pdconn.store.shelf.interface import Shelf, StoredRow
 from pdconn.store.store_errors import RowDamaged, RowLocked, RowMissing, ShelfFailure
@@ -148,7 +156,11 @@ def footer_of(shelf: Shelf, row: StoredRow) -> Footer:
 def _fitting(layout: StoreLayout | None, kind: RowKind, footer: Footer) -> RowLayout | None:
     """The layout of rows of this kind, if a sound footer agrees with it."""
     found = None if layout is None else layout.fa if kind is RowKind.FA else layout.wa
+    if found is not None and found.data_nbytes != footer.data_nbytes:
+        found = found.most
     if found is None or found.data_nbytes != footer.data_nbytes:
+        return None
+    if (found.packing is not Packing.NONE) != footer.is_packed:
         return None
     if found.is_sealed != (footer.seals is not None):
         return None
@@ -162,20 +174,24 @@ def _check_slabs(
 
     Raises RowLocked where slabs were encrypted with another key.
     """
-    slabs = layout.slabs
+    # Slabs that were written: of a row that spilled not every spill is there.
+    slabs = [
+        (number, slab)
+        for number, slab in enumerate(layout.slabs)
+        if slab.spilled is None or footer.has_slab(number)
+    ]
     locked: RowLocked | None = None
+    spilled = {slab.spilled for _, slab in slabs}
     opener = None if keys is None else SlabOpener(keys, row.namespace, row.name)
     first = 0
     while first < len(slabs):
-        start = slabs[first].offset
-        until = first + 1
-        while until < len(slabs) and slabs[until].offset + slabs[until].nbytes - start <= _AT_ONCE:
+        start, until = slabs[first][1].offset, first + 1
+        while until < len(slabs) and _end(slabs[until][1]) - start <= _AT_ONCE:
             until += 1
-        end = slabs[until].offset if until < len(slabs) else layout.data_nbytes
-        data = _pages(end - start)
-        shelf.read(row.namespace, row.name, [(start, data)])
-        for number in range(first, until):
-            slab = slabs[number]
+        data = _pages(_end(slabs[until - 1][1]) - start)
+        ranges = [(at, data[at - start : end - start]) for at, end in _joined(slabs[first:until])]
+        shelf.read(row.namespace, row.name, ranges)
+        for number, slab in slabs[first:until]:
             at = slab.offset - start
             sealed = data[at : at + slab.nbytes]
             if checksum(sealed) != footer.checksums[number]:
@@ -187,12 +203,27 @@ def _check_slabs(
             seal = footer.seals[number].tobytes()
             opened = memoryview(bytearray(slab.nbytes))
             try:
-                opener.open_slab(number, slab.offset, padded, seal, opened)
+                opener.open_slab(
+                    number, slab.offset, padded, seal, opened, has_spill=number in spilled
+                )
             except RowLocked as error:
                 locked = error  # checksums of the slabs after it may still differ
         first = until
     if locked is not None:
         raise locked
+
+
+def _joined(slabs: Iterable[tuple[int, Slab]]) -> list[tuple[int, int]]:
+    """First byte and end of the ranges of a row that these slabs take, neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for _, slab in slabs:
+        start = found.pop()[0] if found and found[-1][1] == slab.offset else slab.offset
+        found.append((start, _end(slab)))
+    return found
+
+
+def _end(slab: Slab) -> int:
+    return slab.offset + aligned(slab.nbytes)
 
 
 def _pages(nbytes: int) -> memoryview:

@@ -122,10 +122,10 @@ class MemoryShelf:
         return 0 if row is None else len(row.data)
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
-        """Make a part with room for ``nbytes``, unless it is there."""
+        """Make a part with room for ``nbytes``; one that is there gets so much, and loses none."""
         with self._shared.lock:
-            if (writer, part) not in self._shared.parts:
-                self._shared.parts[writer, part] = _MemoryPart(bytearray(nbytes))
+            made = self._shared.parts.setdefault((writer, part), _MemoryPart(bytearray()))
+            made.data.extend(bytes(max(0, nbytes - len(made.data))))
 
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
         """Write each buffer at its offset.

@@ -32,14 +32,21 @@ from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
 from pdconn.store.engine.store_scheduler import StoreScheduler
 from pdconn.store.format.footer import row_nbytes, row_sizes
 from pdconn.store.format.prompt_rows import Spacing, pieces
-from pdconn.store.format.row import RowKind, StoreLayout, as_kept, share_layout
+from pdconn.store.format.row import (
+    Packing,
+    RowKind,
+    Section,
+    StoreLayout,
+    as_kept,
+    share_layout,
+)
 from pdconn.store.format.row_names import SEALED, RowNames
 from pdconn.store.rank_commands import OpenStore
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.folders import keep_layout, namespaces_of
 from pdconn.store.shelf.interface import Shelf
 from pdconn.store.shelf.open import open_shelf
-from pdconn.store.store_errors import FormatError
+from pdconn.store.store_errors import FormatError, StoreSettingError
 from pdconn.store.store_keys import load_keys
 from pdconn.threads import Box, ThreadDied, Worker
 from registration.references import KVCacheGroupReference, KVCacheReferences
@@ -70,7 +77,7 @@ def build_scheduler(
 
     Raises:
         StoreError: the root cannot be opened.
-        StoreSettingError: the key file cannot be used.
+        StoreSettingError: the key file cannot be used, or these ranks cannot compress rows.
     """
     keys = load_keys(settings.key_file)
     namespace = keys.names.in_store(namespace)
@@ -79,7 +86,9 @@ def build_scheduler(
     open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
     if budget is None and not settings.read_only:
         budget = RootBudget(settings, writer, sum(row_sizes(layout).values()), clock, time.time)
-    sizes = ShareSizes.from_shares([share_layout([rank], layout.block_tokens) for rank in ranks])
+    shares = [share_layout([rank], layout.block_tokens) for rank in ranks]
+    _check_whole_heads(layout, shares)
+    sizes = ShareSizes.from_shares(shares)
     _warn_of_little_room(settings, layout, sizes)
     _warn_of_others(settings, keys.names)
     keeper, lookups = _start_threads(
@@ -99,6 +108,21 @@ def build_scheduler(
         keeper=keeper,
         clock=clock,
     )
+
+
+def _check_whole_heads(layout: StoreLayout, shares: Sequence[StoreLayout]) -> None:
+    """Check that each rank can pack its heads, all layers of a section together."""
+    if layout.fa.packing is Packing.NONE:
+        return
+    whole = {section.layers for section in _sections(layout)}
+    for rank, share in enumerate(shares):
+        if any(section.layers not in whole for section in _sections(share)):
+            expected = "'none' where ranks hold some layers each, as with pipeline parallelism"
+            raise StoreSettingError("store.compression", expected, f"'exponents' (rank {rank})")
+
+
+def _sections(layout: StoreLayout) -> tuple[Section, ...]:
+    return layout.fa.sections + (() if layout.wa is None else layout.wa.sections)
 
 
 def _start_threads(

@@ -280,8 +280,9 @@ class Committer:
             raise RowDamaged(f"notes: expected {self._num_ranks}, got {len(notes)}")
         footer = Footer.from_notes(batch.namespace, row.name, layout, notes)
         data = memoryview(bytearray(encode_footer(footer)))
-        shelf.write(self._writer, row.part, [(layout.data_nbytes, data)])
-        nbytes = self._nbytes[row.name.kind]
+        ranges = [(at, memoryview(bytes(size))) for at, size in footer.unwritten_ranges(layout)]
+        shelf.write(self._writer, row.part, [*ranges, (footer.data_nbytes, data)])
+        nbytes, taken = footer.nbytes, self._nbytes[row.name.kind]
         if self._budget is None:
             is_new = shelf.commit(self._writer, row.part, batch.namespace, row.name)
         else:
@@ -289,8 +290,9 @@ class Committer:
             is_new = self._budget.commit_row(shelf, part, batch.namespace, row.name)
         made = Committed(batch.namespace, row.name, nbytes, is_new)
         self._catalogue.learn_rows(RowsStored(batch.namespace, (row.name,), are_new=True), 0.0)
-        if self._budget is not None and not is_new:
-            self._budget.release_bytes(nbytes)
+        if self._budget is not None:
+            # Of a packed row more was taken than it has now.
+            self._budget.release_bytes(taken - nbytes if is_new else taken)
         return made
 
     def _has_full(self, shelf: Shelf, namespace: str, name: RowName) -> bool:

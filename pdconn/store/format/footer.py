@@ -15,6 +15,9 @@ verify its own slabs alone.
 Of an encrypted row the checksums are those of the ciphertext, so that accidents are found without a
 key; what proves its bytes are the seals (:mod:`pdconn.store.format.seals`).
 
+A packed row has another magic number, so that an engine that knows plain rows alone refuses it.
+Of a spilled row, whose data ends later, the spills that were not written have no checksum: zero.
+
 A *note* is what a rank writes beside a part: the numbers, checksums and seals of the slabs that it
 wrote.  The footer is made of the notes of all ranks.
 """
@@ -22,7 +25,7 @@ wrote.  The footer is made of the notes of all ranks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,12 +34,26 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from pdconn.store.format.row import RowKind, RowLayout, RowName, StoreLayout, aligned
+from pdconn.store.format.row import (
+    Packing,
+    RowKind,
+    RowLayout,
+    RowName,
+    StoreLayout,
+    aligned,
+)
 from pdconn.store.format.seals import SEAL_NBYTES
 from pdconn.store.store_errors import FormatError, RowDamaged
 
 FORMAT_VERSION = 1
-_PLAIN, _SEALED = b"pdconnS1", b"pdconnE1"
+_MAGICS = {
+    (False, False): b"pdconnS1",
+    (True, False): b"pdconnE1",
+    (False, True): b"pdconnP1",
+    (True, True): b"pdconnQ1",
+}
+"""By whether a row is encrypted, and whether it is packed."""
+_KINDS = {magic: kind for kind, magic in _MAGICS.items()}
 _TAIL = struct.Struct("<8sIIQQ")
 _META_NBYTES = 1024
 """Room for the meta: namespace, keys and numbers take about 200 bytes."""
@@ -75,8 +92,9 @@ class Footer:
     """What identifies a row.
 
     Attributes:
-        checksums: one uint64 per slab, in their order.
+        checksums: one uint64 per slab, in their order; 0 of spills that were not written.
         seals: of an encrypted row, of shape (slabs, 56), uint8.
+        is_packed: the row is packed, or spilled.
     """
 
     namespace: str
@@ -85,6 +103,13 @@ class Footer:
     data_nbytes: int
     checksums: U64
     seals: U8 | None = None
+    is_packed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the row, with the footer."""
+        is_sealed = self.seals is not None
+        return self.data_nbytes + footer_nbytes(len(self.checksums), is_sealed=is_sealed)
 
     @classmethod
     def from_notes(
@@ -96,14 +121,34 @@ class Footer:
             RowDamaged: a rank failed, a note is not whole, or slabs are missing.
         """
         decoded = [decode_note(note) for note in notes]
+        needed = len(layout.slabs)
+        if any(number >= needed for note in decoded for number in note.sums):
+            layout = layout.most  # with more slabs where rows can spill
         num_slabs = len(layout.slabs)
-        sums = joined([note.sums for note in decoded], num_slabs)
+        sums = joined([note.sums for note in decoded], num_slabs, needed)
         if sums is None:
-            raise RowDamaged(f"notes: expected all of {num_slabs} slabs in {len(notes)} notes")
+            raise RowDamaged(f"notes: expected all of {needed} slabs in {len(notes)} notes")
+        # A spill without a checksum is one that was not written; one of 2^64 has the checksum 0.
+        if any(
+            not note.sums[number] for note in decoded for number in note.sums if number >= needed
+        ):
+            raise RowDamaged("notes: expected spills with another checksum than 0")
         first = name.index * layout.block_tokens
         tokens = range(first, first + layout.block_tokens)
         seals = _joined_seals(decoded, num_slabs) if layout.is_sealed else None
-        return cls(namespace, name, tokens, layout.data_nbytes, sums, seals)
+        is_packed = layout.packing is not Packing.NONE
+        return cls(namespace, name, tokens, layout.data_nbytes, sums, seals, is_packed)
+
+    def has_slab(self, number: int) -> bool:
+        """Whether the slab was written; all are but some spills."""
+        return number < len(self.checksums) and bool(self.checksums[number])
+
+    def unwritten_ranges(self, layout: RowLayout) -> Iterator[tuple[int, int]]:
+        """First byte and bytes of the spills that no rank has written, which are to be zeros."""
+        slabs = layout.most.slabs
+        for number in range(len(layout.slabs), len(self.checksums)):
+            if not self.has_slab(number):
+                yield slabs[number].offset, slabs[number].nbytes
 
     def check_row(self, namespace: str, name: RowName, layout: RowLayout) -> None:
         """Check that it is the footer of this row.
@@ -117,6 +162,7 @@ class Footer:
             ("data_nbytes", layout.data_nbytes, self.data_nbytes),
             ("slabs", len(layout.slabs), len(self.checksums)),
             ("encrypted", layout.is_sealed, self.seals is not None),
+            ("packed", layout.packing is not Packing.NONE, self.is_packed),
         ):
             if expected != seen:
                 raise RowDamaged(f"footer: {field}: expected {expected}, got {seen}")
@@ -125,8 +171,9 @@ class Footer:
 def _joined_seals(notes: Sequence[Note], num_slabs: int) -> U8:
     found = np.zeros((num_slabs, SEAL_NBYTES), dtype=np.uint8)
     seals = {number: seal for note in notes for number, seal in note.seals.items()}
-    if len(seals) != num_slabs:
-        raise RowDamaged(f"notes: expected seals of {num_slabs} slabs, got {len(seals)}")
+    written = {number for note in notes for number in note.sums}
+    if seals.keys() != written:
+        raise RowDamaged(f"notes: expected seals of {len(written)} slabs, got {len(seals)}")
     for number, seal in seals.items():
         found[number] = np.frombuffer(seal, dtype=np.uint8)
     return found
@@ -149,10 +196,10 @@ def row_nbytes(layout: RowLayout) -> int:
 
 
 def row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
-    """Bytes of a row of each kind with its footer."""
-    sizes = {RowKind.FA: row_nbytes(layout.fa)}
+    """Bytes of the largest row of each kind with its footer."""
+    sizes = {RowKind.FA: row_nbytes(layout.fa.most)}
     if layout.wa is not None:
-        sizes[RowKind.WA] = row_nbytes(layout.wa)
+        sizes[RowKind.WA] = row_nbytes(layout.wa.most)
     return sizes
 
 
@@ -179,7 +226,8 @@ def encode_footer(footer: Footer) -> bytes:
     body = footer.checksums.astype("<u8").tobytes() + seals + meta
     num_slabs = len(footer.checksums)
     body += bytes(footer_nbytes(num_slabs, is_sealed=is_sealed) - _TAIL.size - len(body))
-    fields = _SEALED if is_sealed else _PLAIN, num_slabs, len(meta), footer.data_nbytes
+    magic = _MAGICS[is_sealed, footer.is_packed]
+    fields = magic, num_slabs, len(meta), footer.data_nbytes
     return body + _TAIL.pack(*fields, _digest(body, *fields))
 
 
@@ -201,7 +249,8 @@ def decode_footer(data: bytes | memoryview) -> Footer:
         raise RowDamaged("footer: its checksum differs")
     sums = np.frombuffer(body[: 8 * num_slabs], dtype="<u8").astype(np.uint64)
     at, seals = 8 * num_slabs, None
-    if magic == _SEALED:
+    is_sealed, is_packed = _KINDS[magic]
+    if is_sealed:
         found = np.frombuffer(body[at : at + SEAL_NBYTES * num_slabs], dtype=np.uint8)
         seals = found.reshape(num_slabs, SEAL_NBYTES).copy()
         at += seals.nbytes
@@ -213,7 +262,7 @@ def decode_footer(data: bytes | memoryview) -> Footer:
     if meta.version != FORMAT_VERSION:
         raise RowDamaged(f"footer: expected version {FORMAT_VERSION}, got {meta.version}")
     tokens = range(meta.first_token, meta.until_token)
-    return Footer(meta.namespace, name, tokens, data_nbytes, sums, seals)
+    return Footer(meta.namespace, name, tokens, data_nbytes, sums, seals, is_packed)
 
 
 def _digest(body: bytes | memoryview, *fields: Any) -> int:
@@ -228,9 +277,10 @@ def footer_nbytes_of(tail: bytes | memoryview) -> int:
         RowDamaged: they are not a footer's end.
     """
     magic, num_slabs, *_ = _TAIL.unpack(memoryview(tail).cast("B")[-_TAIL.size :])
-    if magic not in (_PLAIN, _SEALED):
-        raise RowDamaged(f"footer: expected {_PLAIN!r} or {_SEALED!r} at its end, got {magic!r}")
-    return footer_nbytes(num_slabs, is_sealed=magic == _SEALED)
+    if magic not in _KINDS:
+        known = ", ".join(map(repr, _KINDS))
+        raise RowDamaged(f"footer: expected one of {known} at its end, got {magic!r}")
+    return footer_nbytes(num_slabs, is_sealed=_KINDS[magic][0])
 
 
 TAIL_NBYTES = _TAIL.size
@@ -273,8 +323,14 @@ def decode_note(note: bytes) -> Note:
     )
 
 
-def joined(notes: Sequence[Mapping[int, int]], num_slabs: int) -> U64 | None:
-    """Checksums of all slabs of a row from the notes of all ranks; None if some are missing."""
+def joined(
+    notes: Sequence[Mapping[int, int]], num_slabs: int, needed: int | None = None
+) -> U64 | None:
+    """Checksums of all slabs of a row from the notes of all ranks.
+
+    Returns:
+        None if some are missing of the first ``needed``, all by default; others are 0.
+    """
     sums = np.zeros(num_slabs, dtype=np.uint64)
     seen = np.zeros(num_slabs, dtype=bool)
     for note in notes:
@@ -285,4 +341,4 @@ def joined(notes: Sequence[Mapping[int, int]], num_slabs: int) -> U64 | None:
         numbers = np.fromiter(note.keys(), dtype=np.int64)
         sums[numbers] = np.fromiter(note.values(), dtype=np.uint64)
         seen[numbers] = True
-    return sums if seen.all() else None
+    return sums if seen[:needed].all() else None

@@ -21,6 +21,14 @@ The layout is made from the references of all ranks of an engine, and is the sam
 of any TP size, PP size, layout and block size (but for opaque blocks), since it is ordered by
 layer names and model-wide heads.
 
+Rows may be *packed*: of each head of a section all layers are one slab, which is smaller
+(:mod:`pdconn.store.format.exponents`).  What a head does not fit into is its *spill*, behind all
+slabs, so that every range of a row is known before it is written, and a row is no larger than a
+plain one::
+
+    packed    | h0 | h1 | ... | footer |
+    spilled   | h0 | h1 | ... | rest of h0 |          | rest of h2 | footer |      h1 has none
+
 The footer is described in :mod:`pdconn.store.format.footer`.
 """
 
@@ -28,15 +36,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import gcd, lcm
+from typing import Any
 
 import msgspec
 from msgspec import structs
 
+from pdconn.store.format.exponents import HeadPacking, head_packing
 from pdconn.store.store_errors import FormatError
 from registration.references import (
     AttentionKind,
@@ -112,6 +122,14 @@ ALIGNMENT = 4096
 """Of slabs and rows, for O_DIRECT."""
 
 
+class Packing(StrEnum):
+    """How the heads of a row are stored; of a spilled row some do not fit into their slabs."""
+
+    NONE = "none"
+    PACKED = "packed"
+    SPILLED = "spilled"
+
+
 class Layer(msgspec.Struct, frozen=True):
     """One layer's chunk in a section; ``unit_nbytes`` are those of one head's unit."""
 
@@ -160,8 +178,26 @@ class Section(msgspec.Struct, frozen=True):
 
     @property
     def head_nbytes(self) -> int:
-        """Bytes from one head to the next."""
+        """Bytes from one head to the next, in rows that are not packed."""
         return sum(aligned(self.slab_nbytes(layer)) for layer in self.layers)
+
+    @property
+    def head_packing(self) -> HeadPacking | None:
+        """How a head is packed; None of states, and of heads that would not be smaller."""
+        if self.kind is AttentionKind.STATE:
+            return None
+        slabs, at = [], 0
+        for layer in self.layers:
+            slabs.append((at, self.slab_nbytes(layer)))
+            at += aligned(slabs[-1][1])
+        found = head_packing(tuple(slabs), at)
+        return found if found is not None and aligned(found.packed_nbytes) < at else None
+
+    @property
+    def packed_head_nbytes(self) -> int:
+        """Bytes from one head to the next, in packed rows."""
+        packing = self.head_packing
+        return self.head_nbytes if packing is None else aligned(packing.packed_nbytes)
 
 
 class RowLayout(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
@@ -174,19 +210,35 @@ class RowLayout(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
     block_tokens: int
     sections: tuple[Section, ...]
     is_sealed: bool = False
+    packing: Packing = Packing.NONE
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """The first byte of each section, and the end of the last."""
         starts = [0]
         for section in self.sections:
-            starts.append(starts[-1] + section.num_heads * section.head_nbytes)
+            starts.append(starts[-1] + section.num_heads * self._head_nbytes(section))
         return tuple(starts)
 
-    @property
+    def _head_nbytes(self, section: Section) -> int:
+        is_plain = self.packing is Packing.NONE
+        return section.head_nbytes if is_plain else section.packed_head_nbytes
+
+    @cached_property
     def data_nbytes(self) -> int:
         """Bytes before the footer."""
-        return self.starts[-1]
+        if self.packing is not Packing.SPILLED:
+            return self.starts[-1]
+        return sum(section.num_heads * section.head_nbytes for section in self.sections)
+
+    @cached_property
+    def most(self) -> RowLayout:
+        """The layout of the largest rows: of those that spill, where rows can."""
+        return self if self.packing is Packing.NONE else self.packed_as(Packing.SPILLED)
+
+    def packed_as(self, packing: Packing) -> RowLayout:
+        """The same heads and layers, packed so."""
+        return structs.replace(self, packing=packing)
 
     @cached_property
     def unit_tokens(self) -> int:
@@ -201,21 +253,51 @@ class RowLayout(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
     @cached_property
     def slabs(self) -> tuple[Slab, ...]:
         """Every slab, in the order of its bytes and its number."""
-        found = []
+        if self.packing is Packing.NONE:
+            return tuple(self._slabs_of_layers())
+        packed = list(self._slabs_of_heads())
+        return tuple(packed + list(self._spills(packed)))
+
+    def _slabs_of_layers(self) -> Iterator[Slab]:
         for number, section in enumerate(self.sections):
             for head in range(section.num_heads):
                 at = self.starts[number] + head * section.head_nbytes
                 for layer in section.layers:
                     nbytes = section.slab_nbytes(layer)
                     where = (number, section.first_head + head, layer.name, layer.chunk)
-                    found.append(Slab(*where, at, nbytes))
+                    yield Slab(*where, at, nbytes)
                     at += aligned(nbytes)
-        return tuple(found)
+
+    def _slabs_of_heads(self) -> Iterator[Slab]:
+        for number, section in enumerate(self.sections):
+            nbytes, first, last = section.packed_head_nbytes, section.layers[0], section.layers[-1]
+            # Also which layers it has: a slab of other layers is another one.
+            layers = f"{first.name} to {last.name}, {last.chunk}: {len(section.layers)} layers"
+            for head in range(section.num_heads):
+                at = self.starts[number] + head * nbytes
+                yield Slab(number, section.first_head + head, layers, first.chunk, at, nbytes)
+
+    def _spills(self, packed: Sequence[Slab]) -> Iterator[Slab]:
+        """What heads that do not fit go on in; not every row has them all."""
+        if self.packing is not Packing.SPILLED:
+            return
+        at = self.starts[-1]
+        for number, slab in enumerate(packed):
+            section = self.sections[slab.section]
+            nbytes = section.head_nbytes - slab.nbytes
+            if section.head_packing is not None:
+                yield replace(slab, offset=at, nbytes=nbytes, spilled=number)
+                at += nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One head of one layer's chunk in a row: ``nbytes`` at byte ``offset``."""
+    """A slab of a row: ``nbytes`` at byte ``offset``.
+
+    It is one head of one layer's chunk; in packed rows of all layers of its section, of which
+    ``layer`` names the first and the last.  ``spilled`` is the number of the slab that it goes on
+    from, if it is a spill.
+    """
 
     section: int
     head: int
@@ -223,6 +305,7 @@ class Slab:
     chunk: int
     offset: int
     nbytes: int
+    spilled: int | None = None
 
 
 class StoreLayout(msgspec.Struct, frozen=True):
@@ -252,8 +335,15 @@ class StoreLayout(msgspec.Struct, frozen=True):
 
     def sealed(self) -> StoreLayout:
         """The same rows, encrypted."""
-        wa = None if self.wa is None else structs.replace(self.wa, is_sealed=True)
-        return StoreLayout(structs.replace(self.fa, is_sealed=True), wa)
+        return self._replaced(is_sealed=True)
+
+    def packed(self) -> StoreLayout:
+        """The same rows, packed."""
+        return self._replaced(packing=Packing.PACKED)
+
+    def _replaced(self, **fields: Any) -> StoreLayout:
+        wa = None if self.wa is None else structs.replace(self.wa, **fields)
+        return StoreLayout(structs.replace(self.fa, **fields), wa)
 
     def encoded(self) -> bytes:
         """The same bytes for equal layouts: part of the namespace."""

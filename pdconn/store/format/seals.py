@@ -17,9 +17,9 @@ after a crash or beside it, has other salts and so other keys.  Two of 2^64 part
 a chance of 2^-128.
 
 What is authenticated beside the bytes (namespace, kind, keys, place in the prompt, tenant, offset
-and length in the row) keeps a slab from being served as another one's.  What remains possible for
-someone who can write to the folder is to remove rows, and to put back an earlier save of the same
-row, which has the same KV.
+and length in the row, and of packed rows whether a head goes on in a spill) keeps a slab from being
+served as another one's.  What remains possible for someone who can write to the folder is to remove
+rows, and to put back an earlier save of the same row, which has the same KV.
 
 HKDF: RFC 5869, with SHA-256.  AES-GCM: NIST SP 800-38D.
 """
@@ -60,7 +60,15 @@ class SlabSealer:
         self._aead, self._context, self._origin = aead, context, origin
         self._last = -1
 
-    def seal_slab(self, number: int, offset: int, data: memoryview, into: memoryview) -> bytes:
+    def seal_slab(
+        self,
+        number: int,
+        offset: int,
+        data: memoryview,
+        into: memoryview,
+        *,
+        has_spill: bool = False,
+    ) -> bytes:
         """Encrypt a slab, and return its seal.
 
         Args:
@@ -68,6 +76,7 @@ class SlabSealer:
             offset: of the slab in the row.
             data: its bytes.
             into: room for as many bytes and ``TAG_NBYTES`` more, which are zeros afterwards.
+            has_spill: it is not packed, and goes on in another slab.
 
         Raises:
             ValueError: a number that is not above the last one: its nonce may have been used.
@@ -76,9 +85,8 @@ class SlabSealer:
             raise ValueError(f"slab: expected one above {self._last}, got {number}")
         self._last = number
         nbytes = len(data)
-        self._aead.encrypt_into(
-            _nonce(number), data, _associated(self._context, number, offset, nbytes), into
-        )
+        with_what = _associated(self._context, number, offset, nbytes, has_spill=has_spill)
+        self._aead.encrypt_into(_nonce(number), data, with_what, into)
         tag = bytes(into[nbytes : nbytes + TAG_NBYTES])
         into[nbytes : nbytes + TAG_NBYTES] = bytes(TAG_NBYTES)
         return tag + self._origin
@@ -93,7 +101,14 @@ class SlabOpener:
         self._opened: dict[bytes, Any] = {}
 
     def open_slab(
-        self, number: int, offset: int, sealed: memoryview, seal: bytes, into: memoryview
+        self,
+        number: int,
+        offset: int,
+        sealed: memoryview,
+        seal: bytes,
+        into: memoryview,
+        *,
+        has_spill: bool = False,
     ) -> None:
         """Decrypt and verify a slab.
 
@@ -102,6 +117,7 @@ class SlabOpener:
             sealed: its bytes and ``TAG_NBYTES`` more, which are overwritten.
             seal: from the footer.
             into: room for its bytes, which are undefined after an error.
+            has_spill: as it was sealed; the footer says so, and is no proof of it.
 
         Raises:
             RowLocked: no key of ours has sealed it.
@@ -116,7 +132,7 @@ class SlabOpener:
         nbytes = len(into)
         # AES-GCM takes the tag right after the bytes.
         sealed[nbytes : nbytes + TAG_NBYTES] = tag
-        with_what = _associated(self._context, number, offset, nbytes)
+        with_what = _associated(self._context, number, offset, nbytes, has_spill=has_spill)
         try:
             aead.decrypt_into(_nonce(number), sealed[: nbytes + TAG_NBYTES], with_what, into)
         except InvalidTag:
@@ -175,8 +191,9 @@ def row_context(namespace: str, name: RowName) -> bytes:
     return packed + struct.pack("<Q", name.index)
 
 
-def _associated(context: bytes, number: int, offset: int, nbytes: int) -> bytes:
-    return context + _RANGE.pack(number, offset, nbytes)
+def _associated(context: bytes, number: int, offset: int, nbytes: int, *, has_spill: bool) -> bytes:
+    # Without it, a head that is stored as it is could be served as one that is packed.
+    return context + _RANGE.pack(number, offset, nbytes) + (b"spilled" if has_spill else b"")
 
 
 def _nonce(number: int) -> bytes:

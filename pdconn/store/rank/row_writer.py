@@ -2,7 +2,7 @@
 
 ::
 
-    KV blocks ──gather──► buffer (encrypt) ──checksums──► Shelf.write, Shelf.put_note
+    KV blocks ──gather──► buffer (pack, encrypt) ──checksums──► Shelf.write, Shelf.put_note
                  └ after the last row: SaveResult, the blocks may be freed
 
 Of each row only the slabs that this rank saves are written; where there are none, the note is
@@ -16,7 +16,7 @@ and a disk with it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdconn.planning.planning_errors import PlanningError
@@ -25,8 +25,9 @@ from pdconn.store.format.footer import checksum, encode_note, failed_note, row_n
 from pdconn.store.format.row import RowName
 from pdconn.store.format.seals import TAG_NBYTES, RowKeys
 from pdconn.store.rank.copies import Copies, HostArea
+from pdconn.store.rank.packed_shares import pack_share
 from pdconn.store.rank.sealed_shares import seal_slabs
-from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs
+from pdconn.store.rank.shares import OpenedRank, OwnSlab, RowShare, joined_runs, ranges_of
 from pdconn.store.rank.tasks import Answer, TaskReports
 from pdconn.store.rank_commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.shelf.interface import Shelf
@@ -79,8 +80,10 @@ class RowWriter:
         self._open_shelf, self._copies, self._held = open_shelf, copies, held
         self._right_of_way = right_of_way
         self._keys = keys
-        # What is written: the buffer itself, or what it holds, encrypted, in another one.
-        self._written = buffer if keys is None else HostArea(buffer.nbytes + TAG_NBYTES)
+        # What is written: the buffer itself, or what it holds, packed, encrypted, in another one.
+        stored = opened.most_stored_nbytes
+        self._packed = HostArea(stored) if opened.is_packed else buffer
+        self._written = self._packed if keys is None else HostArea(stored + TAG_NBYTES)
         self._shelf: Shelf | None = None
 
     def close(self) -> None:
@@ -109,11 +112,13 @@ class RowWriter:
         index = row.name.index
         try:
             share = self._opened.kinds[row.name.kind].share
-            slabs = share.written(index)
+            slabs: Sequence[OwnSlab] = share.written(index)
             if slabs:
                 self._gather(task.save, row, share)
             if is_last:
                 answer_save(task, self._reports)
+            if share.heads:
+                slabs = self._pack(index, share)
             seals = self._seal(task.namespace, row.name, share, slabs)
             sums = {
                 slab.number: checksum(self._written.bytes_at(slab.offset, slab.nbytes))
@@ -121,7 +126,9 @@ class RowWriter:
             }
             if self._held is not None:
                 self._held.renew_account()
-            self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
+            has_spilled = any(slab.spilled is not None for slab in slabs)
+            layout = share.whole.most if has_spilled else share.whole
+            self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(layout))
             if slabs:
                 self._write(row, slabs)
         except (StoreError, PlanningError) as error:
@@ -138,8 +145,16 @@ class RowWriter:
         for spans in parts:
             self._copies.copy_out(spans)
 
+    def _pack(self, index: int, share: RowShare) -> Sequence[OwnSlab]:
+        """Pack the heads that were gathered.  Returns what is to be written."""
+        data = self._buffer.bytes_at(0, share.nbytes)
+        packed = pack_share(share, index, data, self._packed.bytes_at(0, share.stored_nbytes))
+        spilled = sum(slab.spilled is not None for slab in packed)
+        self._reports.add_counts(heads_spilled=spilled)
+        return packed
+
     def _seal(
-        self, namespace: str, name: RowName, share: RowShare, slabs: tuple[OwnSlab, ...]
+        self, namespace: str, name: RowName, share: RowShare, slabs: Sequence[OwnSlab]
     ) -> dict[int, bytes] | None:
         """Encrypt slabs that were gathered.  Returns their seals; None where rows have none."""
         if self._keys is None:
@@ -147,14 +162,13 @@ class RowWriter:
         # A new one each time, also for a row that could not be written just before: no nonce is
         # used again.
         sealer = self._keys.new_sealer(namespace, name)
-        data = self._buffer.bytes_at(0, share.nbytes)
-        into = self._written.bytes_at(0, share.nbytes + TAG_NBYTES)
+        data = self._packed.bytes_at(0, share.stored_nbytes)
+        into = self._written.bytes_at(0, share.stored_nbytes + TAG_NBYTES)
         return seal_slabs(slabs, data, sealer, into)
 
-    def _write(self, row: SaveRow, slabs: tuple[OwnSlab, ...]) -> None:
-        ranges = [
-            (at, self._written.bytes_at(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
-        ]
+    def _write(self, row: SaveRow, slabs: Sequence[OwnSlab]) -> None:
+        written = self._written.bytes_at(0, self._written.nbytes)
+        ranges = ranges_of(joined_runs(slabs), written)
         self._own_shelf().write(self._opened.writer, row.part, ranges)
         nbytes = sum(len(view) for _, view in ranges)
         self._reports.add_counts(rows_written=1, bytes_written=nbytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdconn.store.format.footer import decode_footer
+from pdconn.store.format.footer import Footer
 from pdconn.store.format.row import RowName, aligned
 from pdconn.store.format.seals import TAG_NBYTES, RowKeys, SlabOpener, SlabSealer
 from pdconn.store.rank.shares import OwnSlab, RowShare
@@ -30,7 +30,7 @@ def open_row(
     keys: RowKeys,
     into: memoryview,
 ) -> None:
-    """Decrypt and verify the bytes of an encrypted row.
+    """Decrypt and verify the bytes of an encrypted row that is not packed.
 
     Args:
         sealed: a share as it was read, and at least ``TAG_NBYTES`` after it; overwritten.
@@ -40,12 +40,29 @@ def open_row(
         RowLocked: it is encrypted with another key.
         RowDamaged: naming what differs.
     """
-    found = decode_footer(footer)
-    found.check_row(namespace, name, share.whole)
-    assert found.seals is not None  # checked just now
-    opener = SlabOpener(keys, namespace, name)
+    found = share.checked_footer(footer, namespace, name)
+    open_slabs(share.slabs, sealed, found, keys=keys, into=into)
+
+
+def open_slabs(
+    slabs: Sequence[OwnSlab], sealed: memoryview, found: Footer, *, keys: RowKeys, into: memoryview
+) -> None:
+    """Decrypt and verify slabs of the row of an encrypted row's footer.
+
+    Args:
+        slabs: in order.
+        sealed: as of :func:`open_row`.
+        into: room for them at the same offsets; undefined after an error.
+
+    Raises:
+        RowLocked: they are encrypted with another key.
+        RowDamaged: naming what differs.
+    """
+    assert found.seals is not None  # checked against the layout
+    opener = SlabOpener(keys, found.namespace, found.name)
+    spilled = {slab.spilled for slab in slabs}
     # From the last slab on: its tag may overwrite the beginning of the slab after it.
-    for slab in reversed(share.slabs):
+    for slab in reversed(slabs):
         end = slab.offset + slab.nbytes
         opener.open_slab(
             slab.number,
@@ -53,6 +70,7 @@ def open_row(
             sealed[slab.offset : end + TAG_NBYTES],
             found.seals[slab.number].tobytes(),
             into[slab.offset : end],
+            has_spill=slab.number in spilled,
         )
 
 
@@ -69,7 +87,7 @@ def seal_slabs(
     Returns:
         Seals by slab number.
     """
-    seals = {}
+    seals, spilled = {}, {slab.spilled for slab in slabs}
     for slab in slabs:  # in order: the tag of each lies where the next one begins
         end = slab.offset + slab.nbytes
         seals[slab.number] = sealer.seal_slab(
@@ -77,6 +95,7 @@ def seal_slabs(
             slab.row_offset,
             data[slab.offset : end],
             into[slab.offset : end + TAG_NBYTES],
+            has_spill=slab.number in spilled,
         )
         padding = slab.offset + aligned(slab.nbytes) - end
         into[end : end + padding] = bytes(padding)

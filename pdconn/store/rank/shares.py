@@ -10,337 +10,38 @@ reads one range of the file::
 Every rank reads the footer too and verifies its own slabs against it.  Where several ranks hold
 the same heads, they divide the rows among themselves when they save.
 
-The planner decides what goes where between a share in host memory and KV blocks.  A share is
-described to it as an engine whose heads and layers are exactly ours: a KV cache group per section,
-and a block per row::
+Where rows are packed, a share has two forms: as it is copied to KV blocks, and as it is stored
+(:mod:`pdconn.store.rank.packed_shares`).
 
-    row of block 3      | section 0: h0 (L0 L1) h1 (L0 L1) | section 1 ... |
-    as references       tensor: block_stride = a row, block id = slot + 1 (0 is a hole)
-                        L1: offset = section + first slab, head_stride = a head's slabs
-    block list of FA    first 3, ids (1, 2, 3, ...)        a row is a block of 256 tokens
-    of WA, 64 tokens    first 15, ids (1,)                 a row is the last block in 256
-
-A save is the spans of a load copied backwards.
-
-Blocks that are opaque in tokens move whole.  Their groups are described with one "token" for each
-engine block, tokens and windows divided alike.  A state stays as it is: the planner takes the one
-block that holds it at the end, and the row is such a block.
+What goes where between a share and KV blocks is planned in
+:mod:`pdconn.store.rank.row_pairing`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pdconn.planning.plan import Gaps, Need, Pairing
-from pdconn.protocol.ticket import BlockList
-from pdconn.store.format.footer import checksum, decode_footer, footer_nbytes
+from pdconn.store.format.exponents import HeadPacking
+from pdconn.store.format.footer import Footer, checksum, decode_footer, footer_nbytes
 from pdconn.store.format.row import (
-    ALIGNMENT,
+    Packing,
     RowKind,
     RowLayout,
     RowName,
-    Section,
+    Slab,
     aligned,
-    as_kept,
-    row_kind,
     share_layout,
 )
+from pdconn.store.rank.row_pairing import RowPairing, unsaved_layers
 from pdconn.store.rank_commands import OpenStore
 from pdconn.store.store_errors import FormatError, RowDamaged, RowLocked
 from registration.references import (
-    AttentionKind,
-    KVCacheDataReference,
-    KVCacheGroupReference,
     KVCacheReferences,
-    KVCacheTensorReference,
 )
-from transport import Spans
-
-MAX_ROWS = 1 << 20
-"""Rows of one load: 268 million tokens."""
-
-I64 = NDArray[np.int64]
-
-_BATCH_RUNS = 1 << 19
-"""Runs planned at a time, at 80 bytes each."""
-
-Row = tuple[int, int]
-"""The number of a row's block, and the address of its share in host memory."""
-
-
-class RowPairing:
-    """One rank's KV memory and its share of rows of one kind, matched once.
-
-    ``stride`` is how far apart the shares of a fetch lie: their bytes, in whole pages.  It is
-    0 where the rank has no layer of the kind, and then there is nothing to copy.
-    """
-
-    def __init__(self, ours: KVCacheReferences, share: RowLayout) -> None:
-        """Match ``ours`` with ``share``, which was made of the same references.
-
-        Raises:
-            FormatError: opaque blocks that do not divide the chunk of their attention.
-            Incompatible: the share is of other memory.
-        """
-        self.share = share
-        self.stride = aligned(share.data_nbytes)
-        # Plans are made for rows at made-up addresses, so many bytes apart: the gap after each
-        # keeps runs from joining across rows.  Then each run moves to the address of its row.
-        self._slot_nbytes = self.stride + ALIGNMENT
-        self._scaled = tuple(_scaled_pairings(ours, share, self._slot_nbytes))
-
-    def spans_to_load(self, need: Need, rows: Sequence[Row]) -> Iterator[Spans]:
-        """The copies for the tokens of ``need`` that later tokens will read.
-
-        Args:
-            need: it ends at a boundary.
-            rows: those that :func:`~pdconn.store.format.prompt_rows.rows_needed` names for this
-                kind, anywhere in host memory.
-
-        Yields:
-            A part of them at a time, planned when it is asked for.  ``local`` are addresses of
-            KV memory, ``remote`` of host memory.
-
-        Raises:
-            MissingBlock: a row that is needed is not among ``rows``, or a block is a hole.
-            BlockOutOfRange: a block id beyond the cache.
-        """
-        addresses = np.array([address for _, address in rows], dtype=np.int64)
-        for scaled in self._scaled:
-            lent = scaled.lent([index for index, _ in rows], self.share.block_tokens)
-            for part in scaled.batches(need, self.share):
-                plan = scaled.pairing.plan(scaled.need(part), lent)
-                for _, spans in plan.reads:
-                    yield self._moved(spans, addresses)
-
-    def gaps_of_load(self, need: Need) -> Iterator[Gaps]:
-        """What :meth:`spans_to_load` leaves of the blocks that lack tokens, to be zeroed.
-
-        Raises:
-            BlockOutOfRange: a block id beyond the cache.
-        """
-        for scaled in self._scaled:
-            yield scaled.pairing.gaps(scaled.lacking(need))
-
-    def spans_to_save(self, index: int, blocks: tuple[BlockList, ...], address: int) -> list[Spans]:
-        """The copies, from ``local`` to ``remote``, that fill row ``index`` at ``address``.
-
-        An FA row takes all tokens of its block.  A WA row takes the states at its end, and of
-        the tokens what the boundary there reaches, which is all that later boundaries reach, too.
-        Other bytes of the share stay as they were: tokens that no boundary reaches, and what
-        aligns slabs.
-
-        Raises:
-            MissingBlock: a block that the row needs is a hole.
-            BlockOutOfRange: a block id beyond the cache.
-        """
-        size = self.share.block_tokens
-        need = Need.for_range(index * size, (index + 1) * size, blocks)
-        return list(self.spans_to_load(need, [(index, address)]))
-
-    def _moved(self, spans: Spans, addresses: I64) -> Spans:
-        """The same runs, with each row at its address in host memory."""
-        remote = spans.remote.view(np.int64)
-        slots = remote // self._slot_nbytes - _FIRST_SLOT
-        remote = remote % self._slot_nbytes + addresses[slots]
-        return replace(spans, remote=remote.view(np.uint64))
-
-
-def unsaved_layers(ours: KVCacheReferences, shares: Sequence[RowLayout]) -> Pairing | None:
-    """The layers of which no row keeps anything, paired with themselves; None if there are none.
-
-    Such are compressors that keep nothing between their outputs.  A load leaves the whole of their
-    blocks: :meth:`Pairing.whole_blocks`.
-    """
-    saved = {
-        (layer.name, layer.chunk) for share in shares for s in share.sections for layer in s.layers
-    }
-    groups = tuple(
-        replace(group, data=tuple(ref for ref in group.data if (ref.layer, ref.chunk) not in saved))
-        for group in ours.groups
-    )
-    left = replace(ours, groups=groups)
-    return Pairing.between(left, [left]) if any(group.data for group in groups) else None
-
-
-_FIRST_SLOT = 2
-"""Slot 0 begins so many slots after address 0: the base is not 0, and block 0 is a hole."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ScaledPairing:
-    """Groups and sections whose tokens count ``scale`` at a time.
-
-    ``groups`` are those groups' numbers in our memory, ``tokens`` how many unscaled tokens a
-    row holds of each section.
-    """
-
-    scale: int
-    groups: tuple[int, ...]
-    tokens: tuple[int, ...]
-    pairing: Pairing
-
-    def need(self, need: Need) -> Need:
-        """``need`` in scaled tokens."""
-        tokens = [need.tokens[group] for group in self.groups]
-        for one in tokens:
-            if one.stop % self.scale:
-                raise FormatError("until", f"a multiple of {self.scale} tokens", one.stop)
-        scaled = tuple(range(one.start // self.scale, one.stop // self.scale) for one in tokens)
-        return Need(scaled, tuple(need.blocks[group] for group in self.groups))
-
-    def lacking(self, need: Need) -> Need:
-        """The same, without opaque blocks of which some tokens are held."""
-        whole = self.need(need)
-        starts = (-(-need.tokens[group].start // self.scale) for group in self.groups)
-        tokens = (range(start, one.stop) for start, one in zip(starts, whole.tokens, strict=True))
-        return Need(tuple(tokens), whole.blocks)
-
-    def lent(self, rows: Sequence[int], block_tokens: int) -> list[BlockList]:
-        """One block list per section: a row is the last of the blocks in its canonical block."""
-        lists = []
-        for tokens in self.tokens:
-            per_row = block_tokens // tokens
-            numbers = [(row + 1) * per_row - 1 for row in rows]
-            first, end = min(numbers, default=0), max(numbers, default=-1) + 1
-            ids = [0] * (end - first)
-            for slot, number in enumerate(numbers):
-                ids[number - first] = slot + 1
-            lists.append(BlockList(first, tuple(ids)))
-        return lists
-
-    def batches(self, need: Need, share: RowLayout) -> Iterator[Need]:
-        """``need`` in parts of few runs.  Windows bound a plan themselves, and need the end."""
-        size = share.block_tokens
-        if share.kind is RowKind.WA:
-            yield need
-            return
-        tokens = size // self.scale
-        runs = sum(len(t.nbytes) * (tokens // t.sub_block_tokens) for t in self.pairing.templates)
-        step = max(1, _BATCH_RUNS // max(1, runs)) * size
-        wanted = [tokens for tokens in need.tokens if tokens]
-        held = min((tokens.start for tokens in wanted), default=0)
-        end = max((tokens.stop for tokens in wanted), default=0)
-        while held < end:
-            until = (held // size) * size + step
-            yield Need(tuple(_within(tokens, held, until) for tokens in need.tokens), need.blocks)
-            held = until
-
-
-def _within(tokens: range, start: int, stop: int) -> range:
-    """Those of ``tokens`` that lie in ``[start, stop)``."""
-    start, stop = max(tokens.start, start), min(tokens.stop, stop)
-    return range(start, max(start, stop))
-
-
-def _scaled_pairings(
-    ours: KVCacheReferences, share: RowLayout, slot_nbytes: int
-) -> Iterator[_ScaledPairing]:
-    held = {(layer.name, layer.chunk) for s in share.sections for layer in s.layers}
-    kept_groups = [as_kept(group, share.block_tokens) for group in ours.groups]
-    for scale in sorted({_section_scale(section) for section in share.sections}):
-        numbers, groups = [], []
-        for number, group in enumerate(kept_groups):
-            data = tuple(
-                _by_unit(group, ref)
-                for ref in group.data
-                if _scale(group, ref) == scale and (ref.layer, ref.chunk) in held
-            )
-            if data and row_kind(group.kind) is share.kind:
-                numbers.append(number)
-                groups.append(
-                    KVCacheGroupReference(
-                        group.kind,
-                        _scaled_window(group.kind, group.window, scale),
-                        group.block_tokens // scale,
-                        data,
-                    )
-                )
-        kept = [n for n, s in enumerate(share.sections) if _section_scale(s) == scale]
-        yield _ScaledPairing(
-            scale,
-            tuple(numbers),
-            tuple(share.sections[number].tokens for number in kept),
-            Pairing.between(
-                KVCacheReferences(ours.tensors, tuple(groups)),
-                [_rows_as_references(share, kept, scale, slot_nbytes)],
-            ),
-        )
-
-
-def _scale(group: KVCacheGroupReference, ref: KVCacheDataReference) -> int:
-    by_block = ref.num_rows is None and group.kind is not AttentionKind.STATE
-    return group.block_tokens if by_block else 1
-
-
-def _section_scale(section: Section) -> int:
-    by_block = section.is_opaque and section.kind is not AttentionKind.STATE
-    return section.unit_tokens if by_block else 1
-
-
-def _by_unit(group: KVCacheGroupReference, ref: KVCacheDataReference) -> KVCacheDataReference:
-    """An opaque block as one token; others, and states, as they are."""
-    if ref.token_nbytes is not None or group.kind is AttentionKind.STATE:
-        return ref
-    return replace(ref, token_stride=ref.head_nbytes, token_nbytes=ref.head_nbytes)
-
-
-def _scaled_window(kind: AttentionKind, window: int | None, scale: int) -> int | None:
-    """The window, in blocks of ``scale`` tokens, that begins in the same block.
-
-    A position at the start of a block attends to ``window - 1`` tokens before it.
-
-    Raises:
-        FormatError: a chunk that begins inside of a block.
-    """
-    if window is None or scale == 1:
-        return window
-    if kind is AttentionKind.SLIDING_WINDOW:
-        return -(-(window - 1) // scale) + 1
-    if window % scale:
-        raise FormatError("attention chunk", f"a multiple of the block's {scale} tokens", window)
-    return window // scale
-
-
-def _rows_as_references(
-    share: RowLayout, sections: Sequence[int], scale: int, slot_nbytes: int
-) -> KVCacheReferences:
-    """Rows in slots ``slot_nbytes`` apart; the first is block 1 and begins at two slots' bytes."""
-    num_blocks = MAX_ROWS + 1
-    tensor = KVCacheTensorReference(slot_nbytes, num_blocks * slot_nbytes, num_blocks, slot_nbytes)
-    groups = []
-    for number in sections:
-        section = share.sections[number]
-        data, offset = [], share.starts[number]
-        for layer in section.layers:
-            nbytes = section.slab_nbytes(layer)
-            token_nbytes = None if section.kind is AttentionKind.STATE else layer.unit_nbytes
-            data.append(
-                KVCacheDataReference(
-                    layer.name,
-                    layer.chunk,
-                    0,
-                    offset,
-                    section.num_heads * nbytes,
-                    section.num_heads,
-                    section.first_head,
-                    section.head_nbytes,
-                    token_nbytes,
-                    token_nbytes,
-                )
-            )
-            offset += aligned(nbytes)
-        window = _scaled_window(section.kind, section.window, scale)
-        tokens = section.tokens // scale
-        groups.append(KVCacheGroupReference(section.kind, window, tokens, tuple(data)))
-    return KVCacheReferences((tensor,), tuple(groups))
-
 
 Replicas = Mapping[tuple[str, int], tuple[int, int]]
 """By layer and chunk: our number among the ranks that hold the same heads, and their count."""
@@ -358,6 +59,7 @@ class OwnSlab:
         row_offset, offset: where it begins in the row, and in the share.
         nbytes: without what aligns the next one.
         replica, replicas: we write it to rows whose index % replicas == replica.
+        spilled: the number of the slab that it goes on from, if it is a spill.
     """
 
     number: int
@@ -366,10 +68,28 @@ class OwnSlab:
     nbytes: int
     replica: int
     replicas: int
+    spilled: int | None = None
 
     def is_written(self, index: int) -> bool:
         """Whether this rank saves the slab of row ``index``."""
         return index % self.replicas == self.replica
+
+
+@dataclass(frozen=True, slots=True)
+class OwnHead:
+    """One head of one section of a share, where rows are packed.
+
+    Attributes:
+        slab, spill: where it is stored; no spill where it always fits into its slab.
+        offset, nbytes: of it in the share as it is copied.
+        packing: None where it is stored as it is.
+    """
+
+    slab: OwnSlab
+    spill: OwnSlab | None
+    offset: int
+    nbytes: int
+    packing: HeadPacking | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,35 +99,34 @@ class RowShare:
     Attributes:
         whole: the layout of the whole row.
         layout: the layout of the share alone, as it lies in staging.
+        stored: the same as it is read and written; another one where rows are packed.
+        slabs: those that every row has.
+        heads: of packed rows, in order; none of others.
     """
 
     whole: RowLayout
     layout: RowLayout
+    stored: RowLayout
     slabs: tuple[OwnSlab, ...]
+    heads: tuple[OwnHead, ...] = ()
 
     @classmethod
     def from_layouts(cls, whole: RowLayout, layout: RowLayout, replicas: Replicas) -> RowShare:
         """Find a share's slabs in the whole row.
 
+        Args:
+            layout: of the share when it is not packed.
+
         Raises:
             FormatError: a slab that the row does not have, or has with another size, or a
                 layer that ``replicas`` does not name.
         """
-        there = {(slab.layer, slab.chunk, slab.head): n for n, slab in enumerate(whole.slabs)}
-        found = []
-        for slab in layout.slabs:
-            where = f"{whole.kind} slab of {slab.layer}, chunk {slab.chunk}, head {slab.head}"
-            number = there.get((slab.layer, slab.chunk, slab.head))
-            if number is None:
-                raise FormatError(where, "one of the row's", "none such in the row")
-            in_row = whole.slabs[number]
-            if in_row.nbytes != slab.nbytes:
-                raise FormatError(f"{where}: bytes", in_row.nbytes, slab.nbytes)
-            if (slab.layer, slab.chunk) not in replicas:
-                raise FormatError(f"{where}: replicas", "an entry", "none")
-            which = replicas[slab.layer, slab.chunk]
-            found.append(OwnSlab(number, in_row.offset, slab.offset, slab.nbytes, *which))
-        return cls(whole, layout, tuple(found))
+        is_packed = whole.packing is not Packing.NONE
+        stored = layout.packed_as(whole.packing) if is_packed else layout
+        found = _own_slabs(whole.most, stored.most, replicas)
+        slabs = tuple(slab for slab in found if slab.spilled is None)
+        heads = tuple(_own_heads(layout, found)) if is_packed else ()
+        return cls(whole, layout, stored, slabs, heads)
 
     @cached_property
     def nbytes(self) -> int:
@@ -415,47 +134,54 @@ class RowShare:
         return aligned(self.layout.data_nbytes)
 
     @cached_property
+    def stored_nbytes(self) -> int:
+        """Bytes that it takes at most as it is stored: whole pages."""
+        return aligned(self.stored.most.data_nbytes)
+
+    @cached_property
     def footer_nbytes(self) -> int:
         """Bytes of a row's footer, which follows its data."""
         return footer_nbytes(len(self.whole.slabs), is_sealed=self.whole.is_sealed)
+
+    @cached_property
+    def most_footer_nbytes(self) -> int:
+        """Bytes of the footer of the largest row."""
+        return footer_nbytes(len(self.whole.most.slabs), is_sealed=self.whole.is_sealed)
+
+    def ranges(self, data: memoryview, footer: memoryview) -> list[tuple[int, memoryview]]:
+        """What to read of a row that did not spill.
+
+        Args:
+            data: the share as it is stored.
+            footer: ``footer_nbytes``.
+        """
+        return [*ranges_of(self.runs, data), (self.whole.data_nbytes, footer)]
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The ranges to read, neighbours joined."""
         return joined_runs(self.slabs)
 
-    @cached_property
-    def _numbers(self) -> I64:
-        return np.array([slab.number for slab in self.slabs], dtype=np.int64)
-
-    @cached_property
-    def _bounds(self) -> tuple[slice, ...]:
-        return tuple(slice(slab.offset, slab.offset + slab.nbytes) for slab in self.slabs)
-
-    def ranges(self, data: memoryview, footer: memoryview) -> list[tuple[int, memoryview]]:
-        """What to read of a row: our runs into ``data`` (a share), the footer into ``footer``."""
-        made = [(at, data[start : start + nbytes]) for at, start, nbytes in self.runs]
-        made.append((self.whole.data_nbytes, footer))
-        return made
-
     def verify_row(
         self, data: memoryview, footer: memoryview, namespace: str, name: RowName
     ) -> None:
-        """Compare the bytes read with the row's footer.
+        """Compare the bytes read of a row that did not spill with its footer.
 
         Raises:
             RowDamaged: naming what differs.
             RowLocked: they are encrypted.
         """
+        check_sums(self.slabs, data, self.checked_footer(footer, namespace, name))
+
+    def checked_footer(self, footer: memoryview, namespace: str, name: RowName) -> Footer:
+        """The footer that was read of a row that did not spill.
+
+        Raises:
+            RowDamaged: naming what differs.
+        """
         found = decode_footer(footer)
         found.check_row(namespace, name, self.whole)
-        if found.seals is not None:
-            raise RowLocked("encrypted, and there is no key")
-        sums = np.array([checksum(data[at]) for at in self._bounds], dtype=np.uint64)
-        wrong = np.flatnonzero(sums != found.checksums[self._numbers])
-        if len(wrong):
-            first = self.slabs[int(wrong[0])].number
-            raise RowDamaged(f"checksums of {len(wrong)} slabs differ, the first is slab {first}")
+        return found
 
     @cached_property
     def _period(self) -> int:
@@ -471,6 +197,71 @@ class RowShare:
     def written(self, index: int) -> tuple[OwnSlab, ...]:
         """The slabs that this rank saves of row ``index``, in order."""
         return self._written[index % self._period]
+
+
+def _own_slabs(whole: RowLayout, share: RowLayout, replicas: Replicas) -> list[OwnSlab]:
+    """The slabs of a share with their places in the row."""
+    there = {_identity(slab): number for number, slab in enumerate(whole.slabs)}
+    found: list[OwnSlab] = []
+    for slab in share.slabs:
+        where = f"{whole.kind} slab of {slab.layer}, chunk {slab.chunk}, head {slab.head}"
+        number = there.get(_identity(slab))
+        if number is None:
+            raise FormatError(where, "one of the row's", "none such in the row")
+        in_row = whole.slabs[number]
+        if in_row.nbytes != slab.nbytes:
+            raise FormatError(f"{where}: bytes", in_row.nbytes, slab.nbytes)
+        chunks = [(slab.layer, slab.chunk)]
+        if whole.packing is not Packing.NONE:
+            layers = share.sections[slab.section].layers
+            chunks = [(layer.name, layer.chunk) for layer in layers]
+        if any(chunk not in replicas for chunk in chunks):
+            raise FormatError(f"{where}: replicas", "an entry", "none")
+        which = {replicas[chunk] for chunk in chunks}
+        if len(which) > 1:
+            raise FormatError(f"{where}: replicas", "the same of all layers", which)
+        place = number, in_row.offset, slab.offset, slab.nbytes
+        found.append(OwnSlab(*place, *which.pop(), spilled=in_row.spilled))
+    return found
+
+
+def _identity(slab: Slab) -> tuple[str, int, int, bool]:
+    return slab.layer, slab.chunk, slab.head, slab.spilled is not None
+
+
+def _own_heads(layout: RowLayout, slabs: Sequence[OwnSlab]) -> Iterator[OwnHead]:
+    """The heads of a share that is ``layout`` when it is not packed, in order."""
+    spills = {slab.spilled: slab for slab in slabs if slab.spilled is not None}
+    own = iter(slabs)
+    for number, section in enumerate(layout.sections):
+        nbytes = section.head_nbytes
+        for head in range(section.num_heads):
+            slab, at = next(own), layout.starts[number] + head * nbytes
+            yield OwnHead(slab, spills.get(slab.number), at, nbytes, section.head_packing)
+
+
+def check_sums(slabs: Sequence[OwnSlab], data: memoryview, found: Footer) -> None:
+    """Compare slabs that were read with the row's footer.
+
+    Raises:
+        RowDamaged: naming the first that differs.
+        RowLocked: they are encrypted.
+    """
+    if found.seals is not None:
+        raise RowLocked("encrypted, and there is no key")
+    sums = found.checksums
+    wrong = [
+        slab.number
+        for slab in slabs
+        if checksum(data[slab.offset : slab.offset + slab.nbytes]) != sums[slab.number]
+    ]
+    if wrong:
+        raise RowDamaged(f"checksums of {len(wrong)} slabs differ, the first is slab {wrong[0]}")
+
+
+def ranges_of(runs: Sequence[Run], data: memoryview) -> list[tuple[int, memoryview]]:
+    """The ranges of a row that are these runs of a share."""
+    return [(at, data[start : start + nbytes]) for at, start, nbytes in runs]
 
 
 def joined_runs(slabs: Sequence[OwnSlab]) -> tuple[Run, ...]:
@@ -547,6 +338,16 @@ class OpenedRank:
         return max(rows.share.nbytes for rows in self.kinds.values())
 
     @property
+    def most_stored_nbytes(self) -> int:
+        """Bytes of a share of the larger kind, as it is stored."""
+        return max(rows.share.stored_nbytes for rows in self.kinds.values())
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows are packed."""
+        return any(rows.share.whole.packing is not Packing.NONE for rows in self.kinds.values())
+
+    @property
     def most_footer_nbytes(self) -> int:
         """Bytes of a footer of the larger kind."""
-        return max(rows.share.footer_nbytes for rows in self.kinds.values())
+        return max(rows.share.most_footer_nbytes for rows in self.kinds.values())

@@ -10,6 +10,7 @@
 
     RowReader    rows ──read, verify──► staging ──► KV blocks
                  encrypted rows ──read──► another buffer ──decrypt, verify──► staging
+                 packed rows ──read──► another buffer ──(decrypt,) verify, unpack──► staging
 
 Several readers take rows from one box, so that one reads while another verifies.  Saves are those
 of :mod:`~pdconn.store.rank.row_writer`.
@@ -31,8 +32,9 @@ from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.format.row import RowKind
 from pdconn.store.format.seals import TAG_NBYTES, RowKeys
 from pdconn.store.rank.copies import Copies, HostArea
-from pdconn.store.rank.sealed_shares import open_row
-from pdconn.store.rank.shares import OpenedRank, RowShare
+from pdconn.store.rank.packed_shares import read_packed, unpack_share
+from pdconn.store.rank.sealed_shares import open_row, open_slabs
+from pdconn.store.rank.shares import OpenedRank, RowShare, check_sums
 from pdconn.store.rank_commands import (
     Fetch,
     LoadRows,
@@ -291,7 +293,10 @@ class RowReader:
         self._open_shelf, self._copies = open_shelf, copies
         self._footer = HostArea(opened.most_footer_nbytes)
         self._keys = keys
-        self._sealed = None if keys is None else HostArea(opened.most_nbytes + TAG_NBYTES)
+        # What is read of rows that are not in staging as they are stored.  Lazy: pages that are
+        # not used take no memory.
+        stored = opened.most_stored_nbytes
+        self._stored, self._opened_slabs = HostArea(stored + TAG_NBYTES), HostArea(stored)
         self._shelf: Shelf | None = None
 
     def close(self) -> None:
@@ -370,20 +375,42 @@ class RowReader:
             self._reports.add_counts(read_failures=1)
             self._reports.warn("a row could not be read: row=%s: %s", name.file_name, error)
             return Problem.MISSING
-        self._reports.add_counts(rows_read=1, bytes_read=share.nbytes + share.footer_nbytes)
         return None
 
     def _read_share(self, share: RowShare, data: memoryview, task: ReadRow) -> None:
         """Fill ``data`` with our share of a row, decrypted and verified."""
         namespace, name = task.of.namespace, task.of.fetch.rows[task.place]
-        footer = self._footer.bytes_at(0, share.footer_nbytes)
-        if self._keys is None or self._sealed is None:
+        footer = self._footer.bytes_at(0, share.most_footer_nbytes)
+        if share.heads:
+            self._read_packed(share, data, footer, task)
+            return
+        nbytes = share.nbytes + share.footer_nbytes
+        if self._keys is None:
             self._own_shelf().read(namespace, name, share.ranges(data, footer))
             share.verify_row(data, footer, namespace, name)
-            return
-        sealed = self._sealed.bytes_at(0, share.nbytes + TAG_NBYTES)
-        self._own_shelf().read(namespace, name, share.ranges(sealed, footer))
-        open_row(share, sealed, footer, namespace, name, keys=self._keys, into=data)
+        else:
+            sealed = self._stored.bytes_at(0, share.nbytes + TAG_NBYTES)
+            self._own_shelf().read(namespace, name, share.ranges(sealed, footer))
+            open_row(share, sealed, footer, namespace, name, keys=self._keys, into=data)
+        self._reports.add_counts(rows_read=1, bytes_read=nbytes)
+
+    def _read_packed(
+        self, share: RowShare, data: memoryview, footer: memoryview, task: ReadRow
+    ) -> None:
+        """Fill ``data`` with our share of a packed row, decrypted, verified, unpacked."""
+        namespace, name = task.of.namespace, task.of.fetch.rows[task.place]
+        stored = self._stored.bytes_at(0, share.stored_nbytes + TAG_NBYTES)
+        found, slabs = read_packed(
+            self._own_shelf(), share, namespace, name, data=stored, footer=footer
+        )
+        if self._keys is None:
+            check_sums(slabs, stored, found)
+        else:
+            sealed, stored = stored, self._opened_slabs.bytes_at(0, share.stored_nbytes)
+            open_slabs(slabs, sealed, found, keys=self._keys, into=stored)
+        unpack_share(share.heads, found.has_slab, stored, data)
+        nbytes = sum(slab.nbytes for slab in slabs) + found.nbytes - found.data_nbytes
+        self._reports.add_counts(rows_read=1, bytes_read=nbytes)
 
     def _load(self, task: LoadFetched) -> None:
         load = task.load

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -232,7 +233,7 @@ class FilesShelf:
     # Parts
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
-        """Make a part with room for ``nbytes``, unless it is there.
+        """Make a part with room for ``nbytes``; one that is there gets so much, and loses none.
 
         Ranks may call it at the same time: each reserves the room, which costs the later ones
         nothing.
@@ -463,7 +464,7 @@ class FilesShelf:
         except OSError as error:
             if error.errno not in _CANNOT_RESERVE:
                 raise
-            os.ftruncate(fd, nbytes)
+            lengthen(fd, nbytes)
 
     def _link(self, path: str, folder: str, final: str, made: os.stat_result) -> bool:
         if not self._folders.is_folder(folder):
@@ -483,6 +484,18 @@ class FilesShelf:
             else:
                 return True
         raise ShelfFailure(f"cannot commit {path} as {final}: gone again and again")
+
+
+def lengthen(fd: int, nbytes: int) -> None:
+    """Make a file at least so long, without room for its bytes.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    # Unlike fallocate, ftruncate also cuts a file: another rank may ask for more meanwhile.
+    fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed
+    if os.fstat(fd).st_size < nbytes:
+        os.ftruncate(fd, nbytes)
 
 
 def fallocate(fd: int, nbytes: int) -> None:

@@ -109,7 +109,7 @@ class Shelf(Protocol):
     # Parts
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
-        """Make a part with room for ``nbytes``, unless it is there."""
+        """Make a part with room for ``nbytes``; one that is there gets so much, and loses none."""
         ...
 
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:

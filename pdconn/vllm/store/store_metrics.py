@@ -93,6 +93,10 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "store_rows_written": ("pdconn:store_rows_written", "Shares of rows written, per rank."),
     "store_bytes_written": ("pdconn:store_written_bytes", "Bytes written, per rank."),
+    "store_heads_spilled": (
+        "pdconn:store_heads_spilled",
+        "Heads of rows that compression made no smaller, per rank.",
+    ),
     "store_write_failures": (
         "pdconn:store_write_failures",
         "Shares of rows that could not be written, per rank.",

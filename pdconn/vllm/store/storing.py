@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdconn.planning.plan import Need
@@ -30,7 +32,7 @@ from pdconn.store.engine.store_scheduler import StoreScheduler
 from pdconn.store.format.row import StoreLayout, store_layout
 from pdconn.store.rank_commands import StoreCommand, StoreResult
 from pdconn.store.settings import StoreSettings
-from pdconn.store.store_errors import FormatError
+from pdconn.store.store_errors import FormatError, StoreSettingError
 from pdconn.vllm.blocks.partial import PartialBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.blocks.transferred import TransferBlocks
@@ -128,10 +130,14 @@ class Storing(SchedulerPart):
         Raises:
             FormatError: KV memory that rows cannot hold.
             StoreError: the root cannot be opened.
+            StoreSettingError: KV that cannot be compressed.
         """
         self._splits = splits
         self._check_groups()
         layout = store_layout(ranks, self._settings.block_tokens)
+        if self._settings.compression == "exponents":
+            check_bfloat16(self._kv_cache_config)
+            layout = layout.packed()
         pool = self._pins.pool
         if pool.enable_kv_cache_events:
             self._events = StoreEvents(
@@ -394,3 +400,21 @@ class Storing(SchedulerPart):
         if others:
             raise FormatError("KV cache groups", "all of them cacheable by prefix", sorted(others))
         self._states = StateGroups.from_kv_cache_config(config)
+
+
+def check_bfloat16(kv_cache_config: Any) -> None:
+    """Check that compression has something to compress.
+
+    Raises:
+        StoreSettingError: layers whose KV is not bfloat16; states are stored as they are.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+        for name in group.layer_names:
+            of_layer = spec.kv_cache_specs[name] if uniform else spec
+            if isinstance(of_layer, MambaSpec) or of_layer.dtype == torch.bfloat16:
+                continue
+            raise StoreSettingError(
+                "store.compression", f"'none' for KV of {of_layer.dtype}", f"'exponents' ({name})"
+            )

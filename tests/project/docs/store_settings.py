@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from pdconn.store.settings import BESIDE, SAVE, SHELVES, WINDOW_EVERY, StoreSettings
+from pdconn.store.settings import BESIDE, COMPRESSION, SAVE, SHELVES, WINDOW_EVERY, StoreSettings
 
 _SIZE = "size: `20GiB`, `512 MiB`, bytes"
 _FLAG = "true, false"
@@ -73,6 +73,12 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "far as that takes no longer than pulling all (`auto`), `always`, or `never`. See [Beside "
         "a pull](#beside-a-pull).",
     ),
+    "compression": (
+        "",
+        "`exponents` saves rows a quarter smaller, without loss, where KV is bfloat16; see "
+        "[Compression](#compression). Engines with `none` do not load such rows, nor the other "
+        "way round.",
+    ),
     "key_file": (
         "path",
         "Keys that rows are encrypted with; see [Encryption](#encryption). The same in every "
@@ -91,7 +97,13 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     ),
 }
 
-_CHOICES = {"shelf": SHELVES, "window_every": WINDOW_EVERY, "save": SAVE, "beside": BESIDE}
+_CHOICES = {
+    "shelf": SHELVES,
+    "window_every": WINDOW_EVERY,
+    "save": SAVE,
+    "beside": BESIDE,
+    "compression": COMPRESSION,
+}
 _MORE = {"window_every": ", tokens"}
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
 

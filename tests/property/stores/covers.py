@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pdconn.planning import cover
 from pdconn.planning.plan import Gaps, Need, Pairing, Plan
 from pdconn.store.format.row import RowKind
-from pdconn.store.rank.shares import unsaved_layers
+from pdconn.store.rank.row_pairing import unsaved_layers
 from registration.references import KVCacheGroupReference
 from tests.property.oracle import UNTOUCHED, Side, _inside
 from tests.property.stores.stored import ZERO, Labels, Store, StoredCase, _of, lent_cases

@@ -24,7 +24,7 @@ from pdconn.store.format.row import (
     share_layout,
     store_layout,
 )
-from pdconn.store.rank.shares import Row, RowPairing, unsaved_layers
+from pdconn.store.rank.row_pairing import Row, RowPairing, unsaved_layers
 from registration.references import AttentionKind, KVCacheReferences
 from tests.property.cases import sides
 from tests.property.oracle import NOWHERE, UNTOUCHED, Group, Layers, Side, _inside

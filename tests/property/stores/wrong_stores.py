@@ -14,8 +14,8 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format import row as row_module
 from pdconn.store.format.row import RowKind, RowLayout, Section, Slab, StoreLayout
-from pdconn.store.rank import shares as shares_module
-from pdconn.store.rank.shares import Row, RowPairing
+from pdconn.store.rank import row_pairing as pairing_module
+from pdconn.store.rank.row_pairing import Row, RowPairing
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
 from tests.property.stores.stored import SlabKey, Store, StoredCase
 from transport import Spans
@@ -83,7 +83,7 @@ class SlabsNotAligned(Store):
         if not saves:
             return made
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shares_module, "aligned", lambda nbytes: nbytes)
+            patch.setattr(pairing_module, "aligned", lambda nbytes: nbytes)
             packed = RowPairing(references, share)
         packed.stride = made.stride
         return packed
@@ -124,7 +124,7 @@ class WrongScale(Store):
             return window and (window if scale == 1 else max(1, window // scale))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shares_module, "_scaled_window", divided)
+            patch.setattr(pairing_module, "_scaled_window", divided)
             return super().pairing(references, share, saves)
 
 

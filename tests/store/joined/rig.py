@@ -41,7 +41,10 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Model:
-    """Full layers, and layers of one window (or chunk); all with ``heads`` KV heads."""
+    """Full layers, and layers of one window (or chunk); all with ``heads`` KV heads.
+
+    ``like_bfloat16`` says of which heads the KV looks like a model's, whose exponents are few.
+    """
 
     full: tuple[str, ...] = ("layers.0.attn", "layers.2.attn")
     windowed: tuple[str, ...] = ("layers.1.attn", "layers.3.attn")
@@ -50,6 +53,7 @@ class Model:
     heads: int = 4
     token_nbytes: int = 64
     compress_ratio: int = 1
+    like_bfloat16: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ class FakeEngine:
         self.ranks = [self._references(rank) for rank in range(self.shape.tp)]
         self.groups = groups_of(self.ranks)
         self.layout: StoreLayout = store_layout(self.ranks, self.settings.block_tokens)
+        if self.settings.compression == "exponents":
+            self.layout = self.layout.packed()
         opened = self.shelf or (lambda: open_shelf(self.settings))
         self.store = build_scheduler(
             self.settings, self.layout, self.ranks, namespace=self.namespace,
@@ -383,7 +389,14 @@ class FakeEngine:
         heads = np.arange(ref.first_head, ref.first_head + ref.num_heads)[:, None]
         content = np.arange(self.model.token_nbytes)[None, :]
         mixed = prefix + 7919 * heads + 104729 * content + zlib.crc32(ref.layer.encode())
-        return (mixed * 2654435761 >> 13).astype(np.uint8)
+        found = (mixed * 2654435761 >> 13).astype(np.uint8)
+        for head in {*range(ref.first_head, ref.first_head + ref.num_heads)}.intersection(
+            self.model.like_bfloat16
+        ):
+            numbers = found[head - ref.first_head].view(np.uint16)
+            numbers &= 0x87FF
+            numbers |= 0x3800
+        return found
 
     def _wrong(self, tokens: Sequence[int], until: int, ids: list[list[int]]) -> int:
         """Bytes that a later token will read and that are not the prompt's."""

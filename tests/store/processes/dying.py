@@ -25,7 +25,13 @@ from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 
 STEPS = ("begin", "write", "put_note", "commit", "remove_row", "discard")
-MODEL, SHAPE = Model(window=40), Shape(tp=2)
+SHAPE = Shape(tp=2)
+MODELS = {
+    "none": Model(window=40),
+    # One head of four does not fit when it is packed.
+    "exponents": Model(window=40, token_nbytes=256, like_bfloat16=(0, 1, 3)),
+}
+"""By the compression of rows."""
 NUM_ROWS = 9
 """Rows that the root has room for: fewer than are saved, so that some are evicted."""
 
@@ -37,11 +43,11 @@ def prompts() -> list[list[int]]:
     return [[*map(int, first)], [*map(int, first[:192]), *map(int, rest)], [*map(int, other)]]
 
 
-def settings(root: str, **more: Any) -> StoreSettings:
+def settings(root: str, compression: Any = "none", **more: Any) -> StoreSettings:
     """Of an engine over ``root``."""
     engine = FakeEngine(
         StoreSettings("", 1, staging=1 << 20, block_tokens=64),
-        MODEL,
+        MODELS[compression],
         SHAPE,
         shelf=lambda: MemoryShelf(MemoryRows()),
     )
@@ -52,11 +58,14 @@ def settings(root: str, **more: Any) -> StoreSettings:
         engine.close()
     capacity = NUM_ROWS * largest
     return StoreSettings(
-        root, capacity, staging=8 << 20, block_tokens=64, min_tokens=1, direct_io=False, **more
-    )
+        root, capacity, staging=8 << 20, block_tokens=64, min_tokens=1, direct_io=False,
+        compression=compression, **more,
+    )  # fmt: skip
 
 
-def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None:
+def save_until_killed(
+    root: str, die_at: int | None, mutant: str | None, compression: str = "none"
+) -> None:
     """Save all prompts; the number of steps is left beside the root."""
     counter = itertools.count()
 
@@ -89,8 +98,9 @@ def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None
         Accounts._check_covered = lambda self, row: None  # type: ignore[method-assign]
         Evictor.evict_rows = lambda self, shelf: []  # type: ignore[method-assign]
     engine = FakeEngine(
-        settings(root), MODEL, SHAPE, shelf=lambda: Dying(root), budget=None, writer="first"
-    )
+        settings(root, compression), MODELS[compression], SHAPE,
+        shelf=lambda: Dying(root), budget=None, writer="first",
+    )  # fmt: skip
     until_ready(engine)
     for tokens in prompts():
         assert engine.run(tokens).wrong == 0

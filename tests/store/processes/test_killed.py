@@ -19,7 +19,7 @@ from pdconn.store.verify import RowState, check_rows
 from tests.store.budget.forest import nbytes_there
 from tests.store.joined.rig import FakeEngine, until_ready
 from tests.store.processes.dying import (
-    MODEL,
+    MODELS,
     SHAPE,
     prompts,
     save_until_killed,
@@ -33,9 +33,13 @@ SAMPLE = 14 if EVERY else 6
 """Tests; each kills once, or at every step of its share."""
 
 
-def killed(root: Path, die_at: int | None, mutant: str | None = None) -> bool:
+def killed(
+    root: Path, die_at: int | None, mutant: str | None = None, compression: str = "none"
+) -> bool:
     """Run the engine; whether it was killed."""
-    child = CHILDREN.Process(target=save_until_killed, args=(str(root), die_at, mutant))
+    child = CHILDREN.Process(
+        target=save_until_killed, args=(str(root), die_at, mutant, compression)
+    )
     child.start()
     child.join(120.0)
     assert child.exitcode in (0, -9)
@@ -43,15 +47,17 @@ def killed(root: Path, die_at: int | None, mutant: str | None = None) -> bool:
 
 
 @cache
-def num_steps(directory: Path) -> int:
-    assert not killed(directory / "whole", None)
-    return int((directory / "whole.steps").read_text(encoding="utf-8"))
+def num_steps(directory: Path, compression: str) -> int:
+    root = directory / compression
+    assert not killed(root, None, compression=compression)
+    return int(Path(f"{root}.steps").read_text(encoding="utf-8"))
 
 
-def check_what_is_left(root: Path) -> None:
+def check_what_is_left(root: Path, compression: str = "none") -> None:
     """All laws of a root whose only writer is dead."""
-    wanted = settings(str(root))
-    reader = FakeEngine(settings(str(root), read_only=True), MODEL, SHAPE, budget=None)
+    wanted, model = settings(str(root), compression), MODELS[compression]
+    reading = settings(str(root), compression, read_only=True)
+    reader = FakeEngine(reading, model, SHAPE, budget=None)
     try:
         with FilesShelf(root) as shelf:
             rows = list(shelf.rows())
@@ -71,7 +77,7 @@ def check_what_is_left(root: Path) -> None:
             assert found.loaded == find_boundary(reader.layout, limit, has), "all of what is there"
     finally:
         reader.close()
-    writer = FakeEngine(wanted, MODEL, SHAPE, budget=None, writer="second")
+    writer = FakeEngine(wanted, model, SHAPE, budget=None, writer="second")
     try:
         until_ready(writer)
         with FilesShelf(root) as shelf:
@@ -96,18 +102,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("killed")
 
 
+@pytest.mark.parametrize("compression", MODELS)
 @pytest.mark.parametrize("number", range(SAMPLE))
 def test_an_engine_that_is_killed_leaves_whole_rows_that_count(
-    number: int, directory: Path
+    number: int, compression: str, directory: Path
 ) -> None:
     """``PDCONN_KILLS=all`` kills at every step; else at one of each sixth of them."""
-    steps = num_steps(directory)
+    steps = num_steps(directory, compression)
     assert steps > 100
     first, last = number * steps // SAMPLE, (number + 1) * steps // SAMPLE
     for step in range(first, last) if EVERY else [first + (7 * number) % (last - first)]:
-        root = directory / f"at-{step}"
-        killed(root, step)
-        check_what_is_left(root)
+        root = directory / f"{compression}-at-{step}"
+        killed(root, step, compression=compression)
+        check_what_is_left(root, compression)
 
 
 @pytest.mark.parametrize(

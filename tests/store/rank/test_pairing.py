@@ -12,8 +12,8 @@ from pdconn.planning.plan import Need
 from pdconn.planning.planning_errors import BlockOutOfRange, Incompatible, MissingBlock
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.row import ALIGNMENT, RowLayout, StoreLayout, share_layout
-from pdconn.store.rank import shares as shares_module
-from pdconn.store.rank.shares import RowPairing
+from pdconn.store.rank import row_pairing as pairing_module
+from pdconn.store.rank.row_pairing import RowPairing
 from pdconn.store.store_errors import FormatError
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side
@@ -112,7 +112,7 @@ def test_a_long_load_is_planned_in_batches(monkeypatch: pytest.MonkeyPatch) -> N
     rows = [(index, STAGING + index * pairing.stride) for index in range(4)]
     need = Need.for_range(24, 256, BLOCKS)
     whole = list(pairing.spans_to_load(need, rows))
-    monkeypatch.setattr(shares_module, "_BATCH_RUNS", 1)
+    monkeypatch.setattr(pairing_module, "_BATCH_RUNS", 1)
     batched = list(pairing.spans_to_load(need, rows))
     assert (len(whole), len(batched)) == (1, 4)
     assert runs(whole) == runs(batched)
@@ -207,7 +207,7 @@ def test_nothing_is_copied_where_all_is_held() -> None:
 
 def test_a_rank_without_layers_of_a_kind_copies_nothing() -> None:
     side = engine(FULL)
-    pairing = RowPairing(side.ranks[0], RowLayout(shares_module.RowKind.WA, SIZE, ()))
+    pairing = RowPairing(side.ranks[0], RowLayout(pairing_module.RowKind.WA, SIZE, ()))
     assert pairing.stride == 0
     assert pairing.spans_to_save(0, BLOCKS[:1], STAGING) == []
     assert list(pairing.spans_to_load(Need.for_range(0, 64, BLOCKS[:1]), [(0, STAGING)])) == []

@@ -38,6 +38,23 @@ class PartLaws:
             assert theirs.has("ns", name)
             assert load(theirs, name, len(data)) == data
 
+    @pytest.mark.parametrize("later", [2, 6])
+    def test_a_part_that_is_begun_again_has_the_most_room_that_was_asked_for(
+        self, open_shelf: OpenShelf, later: int
+    ) -> None:
+        """Ranks ask for different amounts where rows are packed: what is written stays."""
+        data = payload(1)
+        with open_shelf() as ours, open_shelf() as theirs:
+            ours.begin("writer", "p", len(data))
+            ours.write("writer", "p", [(0, pages(data))])
+            theirs.begin("writer", "p", later * PAGE)
+            whole = max(len(data), later * PAGE)
+            if whole > len(data):
+                theirs.write("writer", "p", [(len(data), pages(bytes(whole - len(data))))])
+            assert ours.commit("writer", "p", "ns", row_name())
+            assert [row.nbytes for row in ours.rows()] == [whole]
+            assert load(theirs, row_name(), len(data)) == data
+
     def test_the_first_commit_of_a_name_wins(self, open_shelf: OpenShelf) -> None:
         name, first, second = row_name(), payload(1), payload(2)
         with open_shelf() as ours, open_shelf() as theirs:

@@ -166,7 +166,7 @@ def test_a_part_that_another_rank_made_is_not_removed(tmp_path: Path, call: str)
     with pytest.MonkeyPatch.context() as patch:
         System(before).install(patch)
         with pytest.raises(ShelfFailure, match="EIO"):
-            ours.begin("writer", "p", 4 * PAGE)
+            ours.begin("writer", "p", 5 * PAGE)
     theirs.write("writer", "p", [(0, pages(payload(1)))])
     theirs.commit("writer", "p", "ns", ROW)
     assert load(ours, ROW, 4 * PAGE) == payload(1)

@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Sequence
 
 from pdconn.store.format.row import RowName
-from pdconn.store.shelf.files_shelf import FilesShelf
+from pdconn.store.shelf.files_shelf import FilesShelf, lengthen
 from pdconn.store.shelf.folders import failure, object_of, regular
 from pdconn.store.shelf.interface import Buffer
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
@@ -208,7 +208,7 @@ class ObjShelf(FilesShelf):
     # Parts
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
-        """Make a part, unless it is there; it takes no room on this machine.
+        """Make a part, or lengthen one that is there; it takes no room on this machine.
 
         Raises:
             ShelfFailure: it cannot be made, or is smaller than a page.
@@ -218,7 +218,7 @@ class ObjShelf(FilesShelf):
         super().begin(writer, part, nbytes)
 
     def _reserve(self, fd: int, nbytes: int) -> None:
-        os.ftruncate(fd, nbytes)
+        lengthen(fd, nbytes)
 
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
         """Write all ranges into one object, any number of processes at a time.

@@ -45,6 +45,7 @@ _LIST = (
     handovers.FOLLOWED,
     handovers.HANDOVER_RESERVED,
     stores.COMPRESSION,
+    stores.COMPRESSED,
 )
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({each.name: each for each in _LIST})

@@ -1,4 +1,4 @@
-"""Benchmarks of what a store could keep in fewer bytes."""
+"""Benchmarks of rows in fewer bytes: what could be had, and what a store has of it."""
 
 from __future__ import annotations
 
@@ -43,4 +43,27 @@ COMPRESSION = Benchmark(
     drop=frozenset({"samples"}),
     packages=("numpy", "torch", "transformers", "zstandard", "lz4"),
     needs=tuple(package(name) for name in ("zstandard", "lz4", "gguf", "accelerate")),
+)  # fmt: skip
+
+COMPRESSED = Benchmark(
+    "compressed",
+    "From which store on do compressed rows pay?",
+    "Two prompts at a time are loaded by two threads, 128 MiB of KV in host memory, normally "
+    "distributed bfloat16; one is saved by one thread. Rows are plain and compressed in turns, "
+    "medians of 8 rounds and of the rounds' ratios; GB/s of KV. A store of a bandwidth is the page "
+    "cache behind a shelf that holds every read and write back to that rate.",
+    (Command("compressed", "python -m tests.throughput.store.compressed --root /dev/shm"),),
+    4,
+    (
+        Table(
+            ("compressed",),
+            "rows",
+            {"model": "{model:s}", "store, GB/s": "{store_gb_s:2}", "bytes": "{size:.2f} ×",
+             "load, plain": "{load_plain_gb_s:2}", "compressed": "{load_compressed_gb_s:2}",
+             "ratio": "**{load_ratio:.2f}**", "save, plain": "{save_plain_gb_s:2}",
+             "save, compressed": "{save_compressed_gb_s:2}",
+             "ratio of saves": "**{save_ratio:.2f}**"},
+        ),
+    ),
+    packages=("numpy",),
 )  # fmt: skip

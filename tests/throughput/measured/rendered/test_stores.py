@@ -37,3 +37,25 @@ def test_compression() -> None:
         | SmolLM2 135M | Q4_1 | bf16 | 12.4 | 8 | 2.45 | 1.53 |
         """
     )
+
+
+def test_compressed() -> None:
+    rows = [
+        {"model": "small", "store_gb_s": gb_s, "size": 1.273, "load_plain_gb_s": 0.241,
+         "load_compressed_gb_s": 0.302, "load_ratio": 1.253, "save_plain_gb_s": 1.125,
+         "save_compressed_gb_s": 0.75, "save_ratio": 0.666}
+        for gb_s in (0.25, None)
+    ]  # fmt: skip
+    rest = "1.27 × | 0.24 | 0.30 | **1.25** | 1.1 | 0.75 | **0.67** |"
+    heads = (
+        "| model | store, GB/s | bytes | load, plain | compressed | ratio | save, plain "
+        "| save, compressed | ratio of saves |"
+    )
+    assert made("compressed", compressed={"rows": rows}) == lines(
+        f"""
+        {heads}
+        | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+        | small | 0.25 | {rest}
+        | small | | {rest}
+        """
+    )
