@@ -32,9 +32,11 @@ from pdconn.router.router_options import (
     RouterOption,
     Unfit,
     each,
+    limit,
     number,
     option,
     options_of,
+    parse_limit,
     seconds,
     switch,
 )
@@ -46,8 +48,6 @@ ADMIN_ABOVE = 1000
 """Distance of the admin pages' default port above ``port``."""
 LAST_PORT = 65535
 _MIB = 1 << 20
-_LIMITS = {"auto": None, "none": math.inf}
-_LIMIT_TAKES = "seconds, at least 0.001, auto or none"
 
 
 def _weight(word: str) -> tuple[str, float]:
@@ -58,20 +58,6 @@ def _weight(word: str) -> tuple[str, float]:
     except ValueError as error:
         raise Unfit("MEDIUM=NUMBER", word) from error
     raise Unfit("MEDIUM=NUMBER", word)
-
-
-def _limit(word: str) -> float | None:
-    if word in _LIMITS:
-        return _LIMITS[word]
-    try:
-        return float(word)
-    except ValueError as error:
-        raise Unfit(_LIMIT_TAKES, word) from error
-
-
-def _check_limit(value: float) -> None:
-    if not value >= 0.001:
-        raise Unfit(_LIMIT_TAKES, value)
 
 
 def _check_weights(weights: Mapping[str, float]) -> None:
@@ -417,10 +403,10 @@ class TimeSettings(CheckedSettings):
     prefill_timeout_s: float | None = option(
         None,
         "SECONDS",
-        _check_limit,
+        limit,
         "wait this long for prefill's ticket, then ask another engine: auto for several times what "
         "it usually takes, 3 s at least; none for no time-out",
-        parse=_limit,
+        parse=parse_limit,
         unset="auto",
     )
     request_timeout_s: float | None = option(

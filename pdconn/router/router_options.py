@@ -53,6 +53,30 @@ def seconds(least: float = 0.001) -> Check:
     return number(least, "seconds")
 
 
+_LIMITS = {"auto": None, "none": math.inf}
+_TAKEN_AS_LIMIT = "seconds, at least 0.001, auto or none"
+
+
+def limit(value: float) -> None:
+    """A check of a duration that ``math.inf`` stands for none of."""
+    if not value >= 0.001:
+        raise Unfit(_TAKEN_AS_LIMIT, value)
+
+
+def parse_limit(word: str) -> float | None:
+    """Seconds, or ``none`` for no limit; None for ``auto``, one that is learned.
+
+    >>> parse_limit("2.5"), parse_limit("none"), parse_limit("auto")
+    (2.5, inf, None)
+    """
+    if word in _LIMITS:
+        return _LIMITS[word]
+    try:
+        return float(word)
+    except ValueError as error:
+        raise Unfit(_TAKEN_AS_LIMIT, word) from error
+
+
 def each(check: Check) -> Check:
     """A check of every one of several values."""
 
