@@ -253,12 +253,9 @@ class RowUses:
         rows = self._rows_of_turn(turn, catalogue, saving)
         self._promises.limits = limits
         effects = self._promises.keep(turn.key, rows, turn.seconds, self._clock())
-        try:
-            self._perform(shelf, effects)
-        except StoreError as error:  # such as a root that has become read-only
-            log.debug("pdconn: store: rows not kept: %s", error)
-            rows = []
+        if not self._perform(shelf, effects):  # nothing is promised that eviction does not know of
             self._perform(shelf, self._promises.release(turn.key))
+            rows = []
         self.counts["store_promises_refused"] += not rows
 
     def _rows_of_turn(
@@ -319,17 +316,14 @@ class RowUses:
 
     # Marks
 
-    def _perform(self, shelf: Shelf, effects: Iterable[PromiseEffect[RowName]]) -> None:
-        """Perform what promises ask for.
-
-        Raises:
-            StoreError: rows cannot be marked.
-        """
+    def _perform(self, shelf: Shelf, effects: Iterable[PromiseEffect[RowName]]) -> bool:
+        """Perform what promises ask for, all of it; returns whether all rows could be marked."""
+        is_marked = True
         for effect in effects:
             match effect:
                 case Pin():
-                    self._pin(shelf, effect)
-                    self.counts["store_promises_made"] += 1
+                    is_marked = self._pin(shelf, effect) and is_marked
+                    self.counts["store_promises_made"] += is_marked
                 case Unpin(number):
                     self._unpin(shelf, number)
                 case PromiseBroken(why):
@@ -337,12 +331,13 @@ class RowUses:
                     self._has_broken = True
                 case KeepRefused():
                     self.counts["store_promises_refused"] += 1
+        return is_marked
 
-    def _pin(self, shelf: Shelf, pin: Pin[RowName]) -> None:
+    def _pin(self, shelf: Shelf, pin: Pin[RowName]) -> bool:
         before = self._now()
         until = before + pin.until - self._clock()
         self._marks.add_mark(pin.number, _Mark(pin.items, until, before))
-        shelf.touch(self._namespace, pin.items, until)
+        return self._touch(shelf, pin.items, until)
 
     def _unpin(self, shelf: Shelf, number: int) -> None:
         """Rows are kept no longer than for other promises of ours; a mark of others stays."""
@@ -353,8 +348,11 @@ class RowUses:
             except StoreError as error:
                 log.debug("pdconn: store: use not noted: %s", error)
 
-    def _touch(self, shelf: Shelf, rows: Sequence[RowName], at: float | None = None) -> None:
+    def _touch(self, shelf: Shelf, rows: Sequence[RowName], at: float | None = None) -> bool:
+        """Note a use of rows; returns whether the shelf has."""
         try:
             shelf.touch(self._namespace, rows, at)
         except StoreError as error:  # such as a root that we may only read
             log.debug("pdconn: store: use not noted: %s", error)
+            return False
+        return True

@@ -25,6 +25,7 @@ from pdconn.store.format.footer import row_sizes
 from pdconn.store.format.prompt_rows import Chain, pieces
 from pdconn.store.format.row import RowKind, RowName
 from pdconn.store.shelf.interface import StoredPart, StoredRow
+from pdconn.store.store_errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.property.scale import LawMachine, holds, notices
 from tests.store.budget.forest import needs
@@ -316,8 +317,8 @@ def test_kept_rows_go_last_and_no_longer_than_promised() -> None:
     holds(KeptRowsMachine, examples=120, steps=25)
 
 
-def ends_late(self: RowUses, shelf: Any, pin: Any) -> None:
-    _pin(self, shelf, type(pin)(pin.number, pin.items, pin.until + 1e5))
+def ends_late(self: RowUses, shelf: Any, pin: Any) -> bool:
+    return _pin(self, shelf, type(pin)(pin.number, pin.items, pin.until + 1e5))
 
 
 def moves_nothing(
@@ -361,3 +362,36 @@ def test_that_law_notices(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls."""
     monkeypatch.setattr(*BROKEN[what])
     notices(KeptRowsMachine, examples=200, steps=25)
+
+
+class RefusesMarks(MemoryShelf):
+    """A file system that has become read-only."""
+
+    refuses = False
+
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        if self.refuses:
+            raise ShelfFailure("cannot touch: EROFS")
+        super().touch(namespace, names, at)
+
+
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_nothing_is_promised_that_cannot_be_marked(has_earlier: bool) -> None:
+    machine = KeptRowsMachine()
+    try:
+        shelf = machine.shelf = RefusesMarks(machine.shelf._shared)
+        engine, key = machine.engines[0], SESSIONS[0]
+        if has_earlier:
+            machine.turn(0, key, 0, 2, 200.0, 0)
+            assert engine.promises.items_of(key)
+        shelf.refuses = True
+        engine.uses.counts.clear()
+        machine.turn(0, key, 0, 3, 200.0, 0)
+        assert (len(engine.promises), len(engine.uses._marks)) == (0, 0)
+        assert engine.uses.counts["store_promises_refused"] == 1
+        assert engine.uses.counts["store_promises_made"] == 0
+        shelf.refuses = False
+        machine.turn(0, key, 0, 3, 200.0, 0)
+        assert engine.promises.items_of(key), "the control"
+    finally:
+        machine.close()
