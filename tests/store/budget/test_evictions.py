@@ -136,6 +136,30 @@ def test_kept_rows_give_way_when_nothing_else_can_go_the_first_promise_first(
     assert root.step() == [names[5], names[15], names[14]]
 
 
+def all_kept_and_one_released(root: Root) -> tuple[list[RowName], list[RowName]]:
+    """All rows, and what goes of them six seconds after the tenth was released by another."""
+    names = [root.save(number) for number in range(16)]
+    for number, name in enumerate(names):
+        root.shelf.touch("ns", [name], 2000.0 + number)
+    assert root.step() == names[:1]
+    root.shelf.move_use("ns", names[9:10], 2009.0, 1.0)
+    root.shelf.touch("ns", [root.save(99)], 3000.0)
+    root.now += 6.0
+    return names, root.step() + root.step()
+
+
+def test_a_kept_row_goes_only_by_a_listing_that_knows_what_was_released(root: Root) -> None:
+    names, gone = all_kept_and_one_released(root)
+    assert gone == [names[9]]
+
+
+def test_by_an_older_listing_another_one_would(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    monkeypatch.setattr(Evictor, "_may_go", lambda self, tree, place: True)
+    names, gone = all_kept_and_one_released(root)
+    assert gone == [names[1]]
+
+
 def test_rows_of_others_are_known_at_once(root: Root) -> None:
     """They commit a row after one that is the oldest leaf of our listing."""
     names = [root.save(number) for number in range(16)]

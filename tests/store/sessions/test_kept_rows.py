@@ -350,7 +350,6 @@ BROKEN = {
     "a use by others ends it": (MemoryShelf, "touch", uses_shorten),
     "no bound": (Promises, "_within_limits", lambda self, new: []),
     "times are not up": (Promises, "expire", lambda self, now: []),
-    "a stale listing does": (Evictor, "_may_go", lambda self, tree, place: True),
     "rows that come later are not": (RowUses, "note_committed", lambda self, shelf, rows: None),
     "marks are not renewed": (RowUses, "renew_marks", lambda self, shelf, saving: None),
     "nobody is told": (RowUses, "note_gone", lambda self, shelf, rows: None),
