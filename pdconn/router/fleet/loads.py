@@ -1,8 +1,8 @@
 """The load of every engine: from its Prometheus page, and from what this router has sent to it.
 
 Pages are polled once a second, independently: a slow engine has an old load and delays no other.
-Requests sent since the last poll are known to the router alone.  So the larger count is used: the
-engine's report, or what this router has sent.
+What this router has in flight it knows at any time, and better.  So of a report only the requests
+of others count: those beyond what this router had in flight when the page was asked for, or came.
 """
 
 from __future__ import annotations
@@ -68,10 +68,20 @@ class KvUsage:
 
 @dataclass(frozen=True, slots=True)
 class LoadReading:
-    """A load and its arrival time, by the poller's clock."""
+    """A load and its arrival time, by the poller's clock.
+
+    Attributes:
+        num_ours: requests of this router that were in flight there.
+    """
 
     load: Load
     at_s: float
+    num_ours: int = 0
+
+    @property
+    def num_others(self) -> int:
+        """Requests there, running and waiting, that this router had not sent."""
+        return max(0, (self.load.running or 0) + (self.load.waiting or 0) - self.num_ours)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,19 @@ class LoadPoller:
         since_s = self._clock() - max_age_s
         return {name: last.load for name, last in self.latest.items() if last.at_s >= since_s}
 
+    def requests_at(self, engine: str, max_age_s: float) -> tuple[int, int]:
+        """Requests at an engine, and those of them that this router has not sent.
+
+        Args:
+            engine: base URL.
+            max_age_s: an older report is not used.
+        """
+        ours, _ = self.inflight.requests_at(engine)
+        last = self.latest.get(engine)
+        is_fresh = last is not None and last.at_s >= self._clock() - max_age_s
+        others = last.num_others if last is not None and is_fresh else 0
+        return ours + others, others
+
     def fleet_changed(self) -> None:
         """Forget engines that left the fleet."""
         for name in [name for name in self.latest if name not in self._engines]:
@@ -162,6 +185,7 @@ class LoadPoller:
             log.error("pdconn: polling the load failed engine=%s", engine, exc_info=error)
 
     async def _poll(self, engine: str) -> None:
+        before, _ = self.inflight.requests_at(engine)
         try:
             async with asyncio.timeout(self._bounds.timeout_s):
                 page = await self._page(engine)
@@ -172,7 +196,9 @@ class LoadPoller:
         if engine not in self._engines:
             return None  # it left the fleet during the poll
         load, now = parse_metrics(page, self._bounds.max_page_nbytes), self._clock()
-        self.latest[engine] = LoadReading(load, now)
+        # The page is of some moment in between.
+        ours = max(before, self.inflight.requests_at(engine)[0])
+        self.latest[engine] = LoadReading(load, now, ours)
         self._note_pulls(engine, self.pulls.note_counts(engine, load.pulls, now), now)
         if engine in self._failing:
             self._failing.discard(engine)

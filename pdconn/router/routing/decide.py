@@ -156,18 +156,13 @@ class RequestRouter:
 
         Equally loaded engines take turns, and resting ones come last.
         """
-        names, loads, now = list(engines), self.loads.fresh(LOAD_FOR_S), time.monotonic()
+        names, now = list(engines), time.monotonic()
         if names:
             self.turn = (self.turn + 1) % len(names)
             names = names[self.turn :] + names[: self.turn]
         is_resting = partial(self.engines.rests.is_resting, now=now)
-        return sorted(names, key=lambda name: (is_resting(name), self._num_requests(name, loads)))
-
-    def _num_requests(self, engine: str, loads: Mapping[str, Load]) -> int:
-        load = loads.get(engine) or Load()
-        return max(
-            (load.running or 0) + (load.waiting or 0), self.loads.inflight.requests_at(engine)[0]
-        )
+        busy = self.loads.requests_at
+        return sorted(names, key=lambda name: (is_resting(name), busy(name, LOAD_FOR_S)[0]))
 
     def not_found(self, engine: str) -> int | None:
         """Prompt tokens that an engine's cache did not hold; None while its page is unknown."""
@@ -238,16 +233,16 @@ class RequestRouter:
         hit, rank = self._best_rank(engine, ranks)
         hit = self._trusted(engine, hit)
         load = loads.get(engine) or Load()
-        busy = (load.running or 0) + (load.waiting or 0)
-        ours, our_tokens = self.loads.inflight.requests_at(engine)
-        usage, idle = load.kv_usage or 0.0, max(busy, ours) == 0
+        _, our_tokens = self.loads.inflight.requests_at(engine)
+        num_requests, num_others = self.loads.requests_at(engine, LOAD_FOR_S)
+        usage, idle = load.kv_usage or 0.0, num_requests == 0
         return Candidate(
             engine,
             hit,
             rank,
             our_tokens,
-            max(busy, ours),
-            max(0, busy - ours),
+            num_requests,
+            num_others,
             self.loads.usage.note_share(engine, usage, idle=idle, now=time.monotonic()),
         )
 

@@ -70,8 +70,8 @@ class Candidate:
         hit: the hit of its best data-parallel rank.
         rank: that rank, if the request should name it; None leaves the choice to the engine.
         queued_tokens: prompt tokens that this router sent there and that are not computed yet.
-        num_requests: running and waiting: the engine's report, or this router's count if larger.
-        num_others: of these, requests that this router did not send.
+        num_requests: running and waiting.
+        num_others: of these, requests that this router did not send, by the engine's last report.
         kv_usage: share of its blocks in use, 0 to 1, lent blocks included.
         pull: the planned pull of a part of the prefix from another engine.
     """

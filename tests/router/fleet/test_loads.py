@@ -228,6 +228,24 @@ async def test_an_engine_that_stops_answering_keeps_its_load_with_its_age(caplog
         assert set(poller.fresh(0.0)) == {gone.url, alive.url}
 
 
+@in_loop
+async def test_of_a_report_only_requests_of_others_count_beside_what_is_in_flight():
+    clock = ManualClock(50.0)
+    async with polled(1, clock=clock) as (fakes, _, poller):
+        [fake] = fakes
+        fake.metrics_page = "vllm:num_requests_running 5\nvllm:num_requests_waiting 2\n"
+        ours = [poller.inflight.start_request(fake.url, 10) for _ in range(4)]
+        await poller.poll_now()
+        assert poller.requests_at(fake.url, 5.0) == (7, 3)
+        for flight in ours:
+            flight.finish()
+        assert poller.requests_at(fake.url, 5.0) == (3, 3)
+        poller.inflight.start_request(fake.url, 10)
+        assert poller.requests_at(fake.url, 5.0) == (4, 3)
+        clock.advance(5.5)
+        assert poller.requests_at(fake.url, 5.0) == (1, 0), "it is too old"
+
+
 @pytest.mark.parametrize("page", [b"x" * 4096, b"\xff\xfe\x00", b""])
 @in_loop
 async def test_a_page_of_junk_removes_no_engine(page):

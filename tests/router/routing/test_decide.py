@@ -38,6 +38,24 @@ async def test_a_prompt_goes_to_the_prefill_engine_that_holds_its_prefix():
         assert f.of_router("decisions_without_lookup_total") == 0
 
 
+@pytest.mark.parametrize(("is_ours", "others"), [(True, 0), (False, 512)])
+@in_loop
+async def test_a_request_of_its_own_that_has_ended_since_the_report_is_not_one_of_others(
+    is_ours, others
+):
+    async with fleet(num_prefill=1) as f:
+        (engine,) = f.prefill
+        engine.metrics_page = "vllm:num_requests_running 1\n"
+        flight = f.router.loads.inflight.start_request(engine.url, 320)
+        if not is_ours:
+            flight.finish()
+        await f.router.loads.poll_now()
+        flight.finish()
+        engine.metrics_page = "vllm:num_requests_running 0\n"
+        best = (await f.ask()).decision.ranking.prefill[0]
+        assert best.why == f"321 uncached + 0 queued + {others} of others + 0 pressure"
+
+
 @in_loop
 async def test_what_an_engine_gave_up_draws_nothing_to_it():
     """The control: the same prompt, asked for wherever it lies at the moment."""
