@@ -74,7 +74,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the fleet."""
+    """Of the fleet.
+
+    Attributes:
+        publishes: whether engines publish KV events; else the router goes by its table of sessions.
+    """
 
     prefill: int = 12
     decode: int = 4
@@ -83,6 +87,7 @@ class Shape:
     speed: Speed = field(default_factory=Speed)
     prefill_step_s: float = 0.004
     alone_below: int = 256
+    publishes: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class Fleet:
             loads,
             sessions=SessionTable(clock=lambda: self.world.now),
         )
-        for member in members:
+        for member in members if shape.publishes else ():
             self._apply(member.url, Batch(0.0, []))
 
     def _start(self) -> list[Member]:
@@ -198,7 +203,8 @@ class Fleet:
         return members
 
     def _publish(self, engine: str, published: Any) -> None:
-        self._apply(engine, decode_batch(self._encoder.encode(published)))
+        if self.shape.publishes:
+            self._apply(engine, decode_batch(self._encoder.encode(published)))
 
     def _apply(self, engine: str, batch: Batch) -> None:
         source = EventSource(engine, 0, f"tcp://{urlsplit(engine).hostname}:5557", None)
@@ -246,7 +252,9 @@ class Fleet:
 
     def _decide(self, tokens: list[int], order: SessionOrder | None) -> Decision:
         name = f"r{next(self._numbers)}"
-        body = parse_body(Route.COMPLETIONS, b'{"prompt": [1]}')
+        # With events its tokens are looked up, and else counted.
+        prompt = b"1" if self.shape.publishes else b"1" + b",1" * (len(tokens) - 1)
+        body = parse_body(Route.COMPLETIONS, b'{"prompt": [%b]}' % prompt)
         request = RoutedRequest(name, CIMultiDict(), body, session=order)
         self._prompts.of[name] = tokens
         deciding = self.router.decide(request)

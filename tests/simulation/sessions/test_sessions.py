@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
 from pdconn.router.fleet.loads import LoadReading
+from pdconn.router.routing.session_table import SessionTable
 from pdconn.vllm.keeps.keeping import Keeping
 from pdconn.vllm.values import KeepShares
 from tests.simulation.sessions.engine import CacheSize, Speed
@@ -114,7 +115,25 @@ def test_where_promises_do_not_fit_they_give_way_and_each_session_that_misses_is
     assert max(fleet.waits) <= 2.0, "nothing starves"
 
 
+def hits_without_events() -> list[float]:
+    """Of later turns, where the router does not see what caches hold."""
+    fleet = ran(replace(SHAPE, prefill=3, publishes=False), sessions=4)
+    assert fleet.is_over
+    return [turn.hit for turn in fleet.turns]
+
+
+def test_without_events_later_turns_go_to_the_engine_that_keeps_them() -> None:
+    assert min(hits_without_events()) >= 0.95
+
+
 # Negative controls
+
+
+def test_without_events_and_without_the_table_they_go_anywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SessionTable, "tokens_kept_at", lambda self, session, engine: 0)
+    assert min(hits_without_events()) < 0.5
 
 
 def test_without_keep_the_flood_has_evicted_the_sessions() -> None:
