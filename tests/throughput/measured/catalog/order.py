@@ -10,6 +10,7 @@ from tests.throughput.measured.catalog import (
     interference,
     one_process,
     router,
+    sessions,
     stores,
     transfers,
 )
@@ -39,6 +40,8 @@ _LIST = (
     router.LINKS,
     router.MOONCAKE_TRACE,
     router.REAL_TRACE,
+    sessions.AGENTS,
+    sessions.AGENTS_SIMULATED,
     handovers.DEMO,
     handovers.VERIFY,
     handovers.HANDOVER,

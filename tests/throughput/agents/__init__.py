@@ -1,0 +1,1 @@
+"""Agents: sessions whose turns come back after pauses, beside a flood of one-off prompts."""
