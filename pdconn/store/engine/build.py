@@ -30,7 +30,7 @@ from pdconn.store.engine.lookups import (
 from pdconn.store.engine.row_uses import RowUses
 from pdconn.store.engine.saves import Keeper, NoteRows, RowBlocks
 from pdconn.store.engine.store_scheduler import StoreScheduler
-from pdconn.store.format.footer import row_nbytes, row_sizes
+from pdconn.store.format.footer import largest_row_sizes, row_nbytes
 from pdconn.store.format.prompt_rows import Spacing, pieces
 from pdconn.store.format.row import (
     Packing,
@@ -85,7 +85,9 @@ def build_scheduler(
     open_it = shelf or partial(open_shelf, settings)
     open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
     if budget is None and not settings.read_only:
-        budget = RootBudget(settings, writer, sum(row_sizes(layout).values()), clock, time.time)
+        budget = RootBudget(
+            settings, writer, sum(largest_row_sizes(layout).values()), clock, time.time
+        )
     shares = [share_layout([rank], layout.block_tokens) for rank in ranks]
     _check_whole_heads(layout, shares)
     sizes = ShareSizes.from_shares(shares)
@@ -151,7 +153,7 @@ def _start_threads(
         catalogue=catalogue,
         shelf=shelf,
         budget=budget,
-        uses=RowUses(layout, row_sizes(layout), budget, clock, time.time),
+        uses=RowUses(layout, largest_row_sizes(layout), budget, clock, time.time),
         committer=partial(
             Committer, layout, writer=writer, num_ranks=num_ranks, catalogue=catalogue,
             budget=budget,
@@ -164,7 +166,7 @@ def _start_threads(
     keeper = Keeper(
         Worker("pdconn-store-keeper", keeping.run_keeper, to_keeper, reports),
         sizes=sizes,
-        row_nbytes=row_sizes(layout),
+        row_nbytes=largest_row_sizes(layout),
         room=None if budget is None else budget.room,
         lookups=to_lookups,
         namespace=namespace,

@@ -41,7 +41,7 @@ from pdconn.store.engine.lookups import (
     RowsStored,
 )
 from pdconn.store.engine.row_uses import KeepBudget, RowUse, RowUses
-from pdconn.store.format.footer import Footer, encode_footer, row_sizes
+from pdconn.store.format.footer import Footer, encode_footer, largest_row_sizes
 from pdconn.store.format.row import RowKind, RowName, StoreLayout
 from pdconn.store.rank_commands import SaveRow
 from pdconn.store.settings import REPEAT_S
@@ -210,7 +210,7 @@ class Committer:
     ) -> None:
         self._layout, self._writer, self._num_ranks = layout, writer, num_ranks
         self._catalogue, self._budget, self._settled = catalogue, budget, settled
-        self._nbytes = row_sizes(layout)
+        self._nbytes = largest_row_sizes(layout)
         self.pending = PendingRows()
         self._failures = 0
         self._warnings = QuietLog(log, pause_s=REPEAT_S)

@@ -196,11 +196,16 @@ def row_nbytes(layout: RowLayout) -> int:
 
 
 def row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
-    """Bytes of the largest row of each kind with its footer."""
-    sizes = {RowKind.FA: row_nbytes(layout.fa.most)}
+    """Bytes of a row of each kind with its footer, in which every head fits."""
+    sizes = {RowKind.FA: row_nbytes(layout.fa)}
     if layout.wa is not None:
-        sizes[RowKind.WA] = row_nbytes(layout.wa.most)
+        sizes[RowKind.WA] = row_nbytes(layout.wa)
     return sizes
+
+
+def largest_row_sizes(layout: StoreLayout) -> dict[RowKind, int]:
+    """The same of the largest rows, of which bytes are reserved before they are written."""
+    return row_sizes(StoreLayout(layout.fa.most, layout.wa.most if layout.wa else None))
 
 
 def encode_footer(footer: Footer) -> bytes:

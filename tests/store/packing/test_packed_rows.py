@@ -11,6 +11,7 @@ import pytest
 from pdconn.store.budget.accounts import recorded_usage
 from pdconn.store.budget.root_budget import RootBudget
 from pdconn.store.engine.build import _check_whole_heads
+from pdconn.store.format import footer as footer_module
 from pdconn.store.format import seals
 from pdconn.store.format.exponents import HeadPacking
 from pdconn.store.format.footer import decode_footer, encode_footer, row_nbytes
@@ -20,7 +21,7 @@ from pdconn.store.rank import packed_shares, tasks
 from pdconn.store.settings import StoreSettings, read_store_settings
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.obj.bucket import BucketPlace
-from pdconn.store.store_errors import StoreSettingError
+from pdconn.store.store_errors import RowDamaged, StoreSettingError
 from pdconn.tools.cli.main import main
 from tests.store.encryption.engines import everything, leaked, secrets_of
 from tests.store.encryption.key_files import KEYS, key_file
@@ -289,6 +290,22 @@ def test_a_store_that_loses_spills_is_caught(
     except AssertionError:
         return
     assert loaded < LOADED
+
+
+def test_a_reader_that_knows_plain_rows_alone_refuses_packed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before there were packed rows, footers ended with one of two magic numbers."""
+    saved(settings(tmp_path / "packed"), model(SOME))
+    saved(settings(tmp_path / "plain", compression="none"), model(SOME))
+    magics = {magic: kind for magic, kind in footer_module._KINDS.items() if not kind[1]}
+    assert set(magics) == {b"pdconnS1", b"pdconnE1"}
+    monkeypatch.setattr(footer_module, "_KINDS", magics)
+    for path in rows_of(tmp_path / "plain"):
+        decode_footer(path.read_bytes())
+    for path in rows_of(tmp_path / "packed"):
+        with pytest.raises(RowDamaged, match="at its end, got b'pdconnP1'"):
+            decode_footer(path.read_bytes())
 
 
 @FITTING

@@ -278,3 +278,27 @@ def test_bad_options_end_with_two_and_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "slab_nbytes"),
+    [("gpt-oss-120b", 18, 64 << 10), ("llama-3.1-8b", 32, 128 << 10)],
+)
+def test_compressed_rows_are_25_of_32_and_as_large_in_staging(
+    model: str, layers: int, slab_nbytes: int
+) -> None:
+    plain, packed = made(model, tp=2), made(model, tp=2, is_packed=True)
+    assert 1.25 < plain.fa_nbytes / packed.fa_nbytes < 32 / 25
+    assert 1.25 < plain.load_nbytes / packed.load_nbytes < 32 / 25
+    head_nbytes = layers * (slab_nbytes * 25 // 32 + 10)
+    assert packed.fa_row_nbytes == 8 * -(-head_nbytes // 4096) * 4096 + 4096
+    assert packed.staging == plain.staging
+
+
+@pytest.mark.parametrize("extra", [[], ["--trace", "no-such-file", "--engine-cache", "0"]])
+def test_other_dtypes_are_not_compressed(
+    extra: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", "gpt-oss-120b", "--store", "--store-compression", "exponents"]
+    assert main([*words, "--dtype", "fp8", *extra]) == 2
+    assert "store-compression: expected none for KV of fp8" in capsys.readouterr().err

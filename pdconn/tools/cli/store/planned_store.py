@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from pdconn.store.settings import WINDOW_EVERY, size_of
+from pdconn.store.settings import COMPRESSION, WINDOW_EVERY, size_of
 from pdconn.tools.cli.common_options import BadArgument, tokens
 from pdconn.tools.plan.engine_shape import EngineShape
 from pdconn.tools.plan.link import parse_link
 from pdconn.tools.plan.plan_errors import ShapeError
-from pdconn.tools.plan.store.cost import STAGING, StoreForecast, forecast_store
+from pdconn.tools.plan.store.cost import (
+    STAGING,
+    StoreForecast,
+    forecast_store,
+)
 
 
 def configure_store(group: argparse._ArgumentGroup) -> None:
@@ -39,6 +43,12 @@ def configure_store(group: argparse._ArgumentGroup) -> None:
         help="staging of the store: host memory of each rank (default: %(default)s)",
     )
     group.add_argument(
+        "--store-compression",
+        choices=COMPRESSION,
+        default="none",
+        help="compression of the store, for KV of bfloat16 (default: %(default)s)",
+    )
+    group.add_argument(
         "--prefill-rate",
         type=float,
         metavar="TOKENS/S",
@@ -62,16 +72,21 @@ def forecast_stored(args: argparse.Namespace, engine: EngineShape) -> StoreForec
         prefill_rate=args.prefill_rate,
         window_every=numbers.every,
         staging=numbers.staging,
+        is_packed=numbers.is_packed,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class StoreNumbers:
-    """The store of the options: bytes per second, ``window_every``, bytes of staging."""
+    """The store of the options: bytes per second, ``window_every``, bytes of staging.
+
+    ``is_packed``: its rows are compressed.
+    """
 
     rate: float
     every: int | str
     staging: int
+    is_packed: bool
 
 
 def store_numbers(args: argparse.Namespace) -> StoreNumbers:
@@ -97,4 +112,4 @@ def store_numbers(args: argparse.Namespace) -> StoreNumbers:
         if not every:
             known = f"{', '.join(WINDOW_EVERY)} or a number of tokens"
             raise BadArgument("--store-window-every", known, args.store_window_every)
-    return StoreNumbers(rate, every, staging)
+    return StoreNumbers(rate, every, staging, args.store_compression == "exponents")

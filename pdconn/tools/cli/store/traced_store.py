@@ -182,7 +182,8 @@ def forecast_traced(args: argparse.Namespace, engine: EngineShape) -> CurveRepor
 def _model_of(
     args: argparse.Namespace, engine: EngineShape
 ) -> tuple[StoredShapes, SimulatedSettings, Rates]:
-    numbers, rows = store_numbers(args), StoredShapes.of_engine(engine)
+    numbers = store_numbers(args)
+    rows = StoredShapes.of_engine(engine, is_packed=numbers.is_packed)
     usual = StoreSettings(root="", capacity=1)
     settings = SimulatedSettings(
         rows.layout,

@@ -73,19 +73,34 @@ class StoredShapes:
     staged: ShareSizes
 
     @classmethod
-    def of_engine(cls, engine: EngineShape, block_tokens: int | None = None) -> StoredShapes:
+    def of_engine(
+        cls, engine: EngineShape, block_tokens: int | None = None, *, is_packed: bool = False
+    ) -> StoredShapes:
         """Of rows of ``block_tokens``; None for 256, or for an engine block with states.
+
+        Of compressed rows (``is_packed``) every head is taken to fit.
 
         Raises:
             FormatError: canonical blocks are no multiple of the engine's blocks.
+            ShapeError: rows that cannot be compressed.
         """
         ranks = engine.references(1)
         if block_tokens is None:
             block_tokens = engine.attention_block_tokens if engine.model.states else BLOCK_TOKENS
         layout = store_layout(ranks, block_tokens)
         shares = [share_layout([rank], block_tokens) for rank in ranks]
-        load = LoadSizes.of_shares(layout, shares)
-        return cls(layout, load, ShareSizes.from_shares(shares))
+        sizes = ShareSizes.from_shares(shares)
+        if is_packed:
+            _check_bfloat16(engine)
+            layout, shares = layout.packed(), [share.packed() for share in shares]
+        return cls(layout, LoadSizes.of_shares(layout, shares), sizes)
+
+
+def _check_bfloat16(engine: EngineShape) -> None:
+    model = engine.model
+    if model.item_nbytes is None or model.stored_as != "bfloat16":
+        stored = "another format" if model.item_nbytes is None else model.stored_as
+        raise ShapeError("store-compression", f"none for KV of {stored}", "exponents")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +199,7 @@ def forecast_store(
     window_every: int | str = "auto",
     block_tokens: int | None = None,
     staging: int = STAGING,
+    is_packed: bool = False,
 ) -> StoreForecast:
     """The rows that one prompt leaves in a store, and the cost of loading them.
 
@@ -193,13 +209,14 @@ def forecast_store(
         window_every: as in the store's settings.
         block_tokens: of a canonical block; None for 256, or for an engine block with states.
         staging: bytes of host memory of each rank.
+        is_packed: rows are compressed; the time to unpack them is not counted.
 
     Raises:
-        ShapeError: a number is out of range.
+        ShapeError: a number is out of range, or rows cannot be compressed.
         FormatError: canonical blocks are no multiple of the engine's blocks.
     """
     _check(prompt_tokens, rate, prefill_rate, staging)
-    rows = StoredShapes.of_engine(engine, block_tokens)
+    rows = StoredShapes.of_engine(engine, block_tokens, is_packed=is_packed)
     layout, load, sizes = rows.layout, rows.load, rows.staged
     spacing = Spacing(None) if engine.model.states else Spacing.from_setting(layout, window_every)
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
