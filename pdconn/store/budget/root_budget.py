@@ -184,12 +184,12 @@ class Evictor:
         # With quotas the tree is made at once: it says what each tenant holds.
         if not usage.is_known or not (is_full or (self._quota and self._tree is None)):
             return []
-        now = self._clock()
-        if self._tree is None or self._is_due(self._tree, now):
+        if self._tree is None or self._is_due(self._tree, self._clock()):
             self._tree = self._tree_of(self._accounts.list_rows(shelf))
-            self._listed_at = now
+            # Its end: one that takes long would never be fresh enough to remove what is kept.
+            self._listed_at = self._clock()
             usage = self._accounts.usage()
-        done, tree = _Freeing(now + _STEP_S), self._tree
+        done, tree = _Freeing(self._clock() + _STEP_S), self._tree
         wa_excess, missing = self._wa_excess(usage), self._missing(usage)
         try:
             self._free(shelf, tree, done, lambda: wa_excess - done.wa, is_wa=True)

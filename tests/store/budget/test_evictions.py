@@ -160,6 +160,27 @@ def test_by_an_older_listing_another_one_would(root: Root, monkeypatch: pytest.M
     assert gone == [names[1]]
 
 
+class SlowRows(MemoryShelf):
+    """A shelf whose listing takes longer than a listing counts as fresh."""
+
+    def __init__(self, root: Root, seconds: float) -> None:
+        super().__init__(root.rows)
+        self._root, self._seconds = root, seconds
+
+    def rows(self, namespace: str | None = None) -> Iterator[StoredRow]:
+        self._root.now += self._seconds
+        return super().rows(namespace)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_kept_rows_give_way_however_long_a_listing_takes(root: Root, seconds: float) -> None:
+    names = [root.save(number) for number in range(16)]
+    for number, name in enumerate(names):
+        root.shelf.touch("ns", [name], root.now + 10_000.0 - number)
+    root.shelf = SlowRows(root, seconds)
+    assert [row for _ in range(3) for row in root.step()] == names[-1:]
+
+
 def test_rows_of_others_are_known_at_once(root: Root) -> None:
     """They commit a row after one that is the oldest leaf of our listing."""
     names = [root.save(number) for number in range(16)]
