@@ -24,7 +24,7 @@ that is still being saved is marked when it is committed.
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -115,39 +115,53 @@ class _Mark:
     before: float
 
 
+@dataclass(slots=True)
+class _MarkedRow:
+    """The promises that keep a row, and the time until which the longest of them does."""
+
+    numbers: set[int]
+    until: float
+
+
 class _Marks:
     """The marks of promises, by the promises' numbers, and by their rows."""
 
     def __init__(self) -> None:
         self._marks: dict[int, _Mark] = {}
-        self._of_row: dict[RowName, set[int]] = {}
-        self._turns: deque[RowName] = deque()
+        # The row that was looked at longest ago is the first.
+        self._rows: OrderedDict[RowName, _MarkedRow] = OrderedDict()
         self._renewed_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._marks) + len(self._of_row) + len(self._turns)
+        return len(self._marks) + len(self._rows)
 
     def add_mark(self, number: int, mark: _Mark) -> None:
         self._marks[number] = mark
         for row in mark.rows:
-            if row not in self._of_row:
-                self._turns.append(row)
-            self._of_row.setdefault(row, set()).add(number)
+            kept = self._rows.setdefault(row, _MarkedRow(set(), mark.until))
+            kept.numbers.add(number)
+            kept.until = max(kept.until, mark.until)
 
     def until(self, row: RowName) -> float | None:
         """Until when a row is kept; None if it is not."""
-        numbers = self._of_row.get(row)
-        return None if numbers is None else max(self._marks[one].until for one in numbers)
+        kept = self._rows.get(row)
+        return None if kept is None else kept.until
 
     def end_mark(self, number: int) -> tuple[float, dict[float, list[RowName]]]:
         """The use that was noted for a promise, and those that count now, with their rows."""
         mark = self._marks.pop(number)
         uses: dict[float, list[RowName]] = defaultdict(list)
         for row in mark.rows:
-            self._of_row[row].discard(number)
-            if not self._of_row[row]:
-                del self._of_row[row]
-            uses[self.until(row) or mark.before].append(row)
+            kept = self._rows[row]
+            kept.numbers.discard(number)
+            if not kept.numbers:
+                del self._rows[row]
+                uses[mark.before].append(row)
+                continue
+            # Only then: a thousand sessions may share the rows of a system prompt.
+            if mark.until == kept.until:
+                kept.until = max(self._marks[one].until for one in kept.numbers)
+            uses[kept.until].append(row)
         return mark.until, uses
 
     def take_due(self, now: float) -> list[tuple[RowName, float]]:
@@ -156,12 +170,10 @@ class _Marks:
             return []
         self._renewed_at = now
         due = []
-        for _ in range(min(_RENEWED_AT_ONCE, len(self._turns))):
-            row = self._turns.popleft()
-            until = self.until(row)
-            if until is not None:
-                self._turns.append(row)
-                due.append((row, until))
+        for _ in range(min(_RENEWED_AT_ONCE, len(self._rows))):
+            row = next(iter(self._rows))
+            self._rows.move_to_end(row)
+            due.append((row, self._rows[row].until))
         return due
 
 

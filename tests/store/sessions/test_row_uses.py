@@ -1,0 +1,101 @@
+"""What one engine notes of the rows that it keeps: nothing is left when sessions come and go."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+
+import pytest
+
+from pdconn.lifecycle.promises import PromiseLimits
+from pdconn.protocol.keep import SessionKey
+from pdconn.store.engine.lookups import Catalogue, RowsStored
+from pdconn.store.engine.row_uses import RowUse, RowUses, SessionReleased, TurnEnded, _Mark, _Marks
+from pdconn.store.format.footer import row_sizes
+from pdconn.store.format.prompt_rows import Chain, pieces
+from pdconn.store.format.row import RowKind, RowName
+from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
+from tests.tools.cli.stored_rows import BLOCK, LAYOUT
+
+SIZES = row_sizes(LAYOUT)
+BLOCKS = 3
+FIRST = SessionKey("t", "1")
+
+
+class Uses:
+    """The uses of one engine, which keeps the rows of two prompts at most."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+        self.shelf = MemoryShelf(MemoryRows(lambda: self.now))
+        self.uses = RowUses(LAYOUT, SIZES, self, lambda: self.now, lambda: self.now)
+        self._numbers = count()
+
+    def keep_limits(self) -> PromiseLimits:
+        most = 2 * sum(SIZES[row.kind] for row in self.rows_of(0))
+        return PromiseLimits(most, most, 1000.0)
+
+    def tokens_of(self, prompt: int) -> list[int]:
+        return [prompt] * (BLOCKS * BLOCK)
+
+    def rows_of(self, prompt: int) -> list[RowName]:
+        chain = Chain(BLOCK).extended(self.tokens_of(prompt))
+        windows = pieces(LAYOUT.wa, BLOCKS * BLOCK)
+        rows = [chain.name(RowKind.FA, index) for index in range(BLOCKS)]
+        return rows + [chain.name(RowKind.WA, index) for index in windows]
+
+    def save(self, prompt: int) -> None:
+        for row in self.rows_of(prompt):
+            part = str(next(self._numbers))
+            self.shelf.begin("w", part, SIZES[row.kind])
+            self.shelf.commit("w", part, "ns", row)
+
+    def note(self, use: RowUse) -> None:
+        there = Catalogue("ns")
+        there.learn_rows(RowsStored("ns", [row.name for row in self.shelf.rows()]), 0.0)
+        self.uses.note_use(self.shelf, use, there, ())
+
+    def keep(self, key: SessionKey, prompt: int) -> None:
+        tokens = [*self.tokens_of(prompt), 7]
+        self.note(TurnEnded(key, 900.0, "ns", Chain(BLOCK), tokens, lambda: (), BLOCKS * BLOCK))
+
+    def is_kept(self, prompt: int) -> bool:
+        return all((self.shelf.used_at("ns", row) or 0) > self.now for row in self.rows_of(prompt))
+
+
+@pytest.fixture
+def made() -> Uses:
+    made = Uses()
+    for prompt in range(3):
+        made.save(prompt)
+    made.now += 1.0
+    return made
+
+
+def test_a_session_that_is_kept_and_released_again_and_again_leaves_nothing(made: Uses) -> None:
+    for _ in range(100):
+        made.keep(FIRST, 0)
+        assert made.is_kept(0)
+        made.note(SessionReleased(FIRST))
+        assert not made.is_kept(0)
+    assert len(made.uses._marks) == 0
+
+
+def test_rows_that_many_sessions_share_take_no_longer_than_others() -> None:
+    """Of a reset, which ends all promises; one by one the others were looked at for each row."""
+
+    def ends_s(shared: int) -> float:
+        marks = _Marks()
+        for number in range(600):
+            first = 0 if number < shared else 100 * number
+            rows = [
+                RowName(RowKind.FA, (first + at).to_bytes(16), bytes(16), at) for at in range(100)
+            ]
+            marks.add_mark(number, _Mark(tuple(rows), 1e6 + number, 0.0))
+        began = time.perf_counter()
+        for number in range(600):
+            marks.end_mark(number)
+        assert len(marks) == 0
+        return time.perf_counter() - began
+
+    assert min(ends_s(600) for _ in range(3)) < 8 * min(ends_s(1) for _ in range(3))
