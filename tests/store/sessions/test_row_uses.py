@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
 
-from pdconn.lifecycle.promises import PromiseLimits
+from pdconn.lifecycle.promises import BreakReason, PromiseLimits
 from pdconn.protocol.keep import SessionKey
 from pdconn.store.engine.lookups import Catalogue, RowsStored
 from pdconn.store.engine.row_uses import RowUse, RowUses, SessionReleased, TurnEnded, _Mark, _Marks
 from pdconn.store.format.footer import row_sizes
 from pdconn.store.format.prompt_rows import Chain, pieces
 from pdconn.store.format.row import RowKind, RowName
+from pdconn.store.store_errors import ShelfFailure
 from tests.fakes.memory_shelf import MemoryRows, MemoryShelf
 from tests.tools.cli.stored_rows import BLOCK, LAYOUT
 
 SIZES = row_sizes(LAYOUT)
 BLOCKS = 3
-FIRST = SessionKey("t", "1")
+FIRST, SECOND, THIRD = (SessionKey("t", name) for name in "123")
+
+
+class FailingShelf(MemoryShelf):
+    """A shelf whose next notes of uses fail."""
+
+    failures = 0
+
+    def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ShelfFailure("touch: expected a device that works, got EIO")
+        super().touch(namespace, names, at)
 
 
 class Uses:
@@ -27,7 +41,7 @@ class Uses:
 
     def __init__(self) -> None:
         self.now = 1e6
-        self.shelf = MemoryShelf(MemoryRows(lambda: self.now))
+        self.shelf = FailingShelf(MemoryRows(lambda: self.now))
         self.uses = RowUses(LAYOUT, SIZES, self, lambda: self.now, lambda: self.now)
         self._numbers = count()
 
@@ -78,6 +92,21 @@ def test_a_session_that_is_kept_and_released_again_and_again_leaves_nothing(made
         assert made.is_kept(0)
         made.note(SessionReleased(FIRST))
         assert not made.is_kept(0)
+    assert len(made.uses._marks) == 0
+
+
+def test_the_marks_of_what_is_given_up_for_a_promise_end_though_it_cannot_be_noted(
+    made: Uses,
+) -> None:
+    made.keep(FIRST, 0)
+    made.keep(SECOND, 1)
+    made.shelf.failures = 1
+    made.keep(THIRD, 2)  # and the first one loses its share
+    assert made.uses.take_broken() == [(FIRST, BreakReason.SHARE)]
+    assert [made.is_kept(prompt) for prompt in range(3)] == [False, True, False]
+    made.shelf.failures = 1
+    made.keep(SECOND, 0)
+    assert [made.is_kept(prompt) for prompt in range(3)] == [False, False, False]
     assert len(made.uses._marks) == 0
 
 
