@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from pdconn.lifecycle.turns import MOST_WAIT_S, TurnKey, TurnQueue, Urgency
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -222,6 +224,11 @@ class AmountBox:
             self.amount -= amount
             return True
 
+    def note_missed(self) -> None:
+        """Note that more was wanted than might be taken."""
+        with self._lock:
+            self._has_missed = True
+
     def take_above(self, target: int, slack: int) -> int:
         """Subtract the excess over ``target`` if it exceeds ``slack``; returns it, or 0."""
         with self._lock:
@@ -232,7 +239,7 @@ class AmountBox:
             return excess
 
     def take_missed(self) -> bool:
-        """Whether :meth:`take_amount` has failed since the last call."""
+        """Whether more was wanted than there was since the last call."""
         with self._lock:
             missed, self._has_missed = self._has_missed, False
             return missed
@@ -352,20 +359,119 @@ class Worker(Generic[In]):
 
 
 class RightOfWay:
-    """Lets transfers that requests wait for go before work that can wait.
+    """What other threads move: work that is less urgent gives way to it.
 
-    One thread says whether requests wait; the others ask before each piece of their work.
+    One thread says what is the most urgent of it; the others ask before each piece of their work.
     """
 
     def __init__(self) -> None:
-        self._is_free = threading.Event()
-        self._is_free.set()
+        # A box of such work has the same lock, since its owners sleep until either changes.
+        self.changed = threading.Condition()
+        self.most_urgent: Urgency | None = None
 
-    def set_waiting(self, is_waiting: bool) -> None:
-        """Say whether requests wait for transfers."""
-        if is_waiting == self._is_free.is_set():
-            (self._is_free.clear if is_waiting else self._is_free.set)()
+    def set_most_urgent(self, urgency: Urgency | None) -> None:
+        """Say what is the most urgent class that is moved; None if nothing is."""
+        if urgency is not self.most_urgent:
+            with self.changed:
+                self.most_urgent = urgency
+                self.changed.notify_all()
 
-    def give_way(self, most_s: float) -> None:
-        """Wait until no request waits, or for ``most_s`` seconds."""
-        self._is_free.wait(most_s)
+    def give_way(self, urgency: Urgency) -> bool:
+        """Wait until nothing more urgent is moved, for as long as the class waits at most.
+
+        Returns:
+            Whether nothing more urgent is moved now.
+        """
+        if self._is_free(urgency):
+            return True
+        with self.changed:
+            return self.changed.wait_for(lambda: self._is_free(urgency), MOST_WAIT_S[urgency])
+
+    def _is_free(self, urgency: Urgency) -> bool:
+        known = self.most_urgent
+        return known is None or known >= urgency
+
+
+class TurnBox(Box[T]):
+    """A box whose items are taken in the order of :mod:`pdconn.lifecycle.turns`.
+
+    Args:
+        turn_of: what an item is served by.
+        right_of_way: of what other threads move.
+    """
+
+    def __init__(self, turn_of: Callable[[T], TurnKey], right_of_way: RightOfWay) -> None:
+        super().__init__()
+        self._turn_of, self._way = turn_of, right_of_way
+        self._changed = right_of_way.changed
+        self._queue: TurnQueue[T] = TurnQueue()
+
+    def __len__(self) -> int:
+        """Items that no owner has taken."""
+        return len(self._queue)
+
+    def put(self, item: T) -> None:
+        """Add ``item`` and wake an owner."""
+        turn = self._turn_of(item)
+        with self._changed:
+            self._queue.add_item(item, turn)
+            self._changed.notify()
+
+    def put_all(self, items: Iterable[T]) -> None:
+        """Add ``items``, and wake the owners."""
+        for item in items:
+            self.put(item)
+
+    def put_first(self, items: Iterable[T]) -> None:
+        """Add ``items`` in order before the others of their class and tenant; wake the owners."""
+        turns = [(item, self._turn_of(item)) for item in items]
+        with self._changed:
+            self._queue.add_first(turns)
+            self._changed.notify_all()
+
+    def put_quietly(self, item: T) -> None:
+        """Add ``item`` without waking an owner."""
+        with self._changed:
+            self._queue.add_item(item, self._turn_of(item))
+
+    def take_all(self) -> list[T]:
+        """Take all items.  Never blocks."""
+        return self.take_back(lambda item: True)
+
+    def take_back(self, is_meant: Callable[[T], bool]) -> list[T]:
+        """Take the matching items that no owner has taken yet; the others keep their order."""
+        with self._changed:
+            return self._queue.remove_items(is_meant)
+
+    def take_one(self, timeout_s: float | None = None) -> T | None:
+        """Wait for an item that may be taken; None after ``timeout_s`` or when it is closed."""
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                item = self._queue.take_item(now, self._way.most_urgent)
+                if item is not None or self.is_closed or now >= until:
+                    return item
+                due = self._queue.due_at()
+                wakes = until if due is None else min(until, due)
+                self._changed.wait(None if wakes == math.inf else max(0.0, wakes - now))
+
+    def first_item(self) -> T | None:
+        """The item that an owner would take now."""
+        with self._changed:
+            return self._queue.first_item(time.monotonic(), self._way.most_urgent)
+
+    def take_overdue(self) -> int:
+        """Items that were taken while more urgent ones waited, since the last call."""
+        with self._changed:
+            return self._queue.take_overdue()
+
+    def wake(self) -> None:
+        """Wake the owners."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake all owners, which end.  Items put later are kept."""
+        self.is_closed = True
+        self.wake()

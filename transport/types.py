@@ -19,7 +19,7 @@ one run of 8 bytes.  The third continues the second on their side only, so it st
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from operator import add
 from typing import Literal, NewType, TypeVar
@@ -178,6 +178,39 @@ class Spans:
         return Spans.merged(
             self.local[first], self.remote[first], nbytes, self.local_device, self.remote_device
         )
+
+    def between(self, ends: U64, start: int, end: int) -> Spans:
+        """Bytes ``[start, end)`` of all runs; a run that crosses either bound is cut in two.
+
+        ``ends`` are running sums of the runs' bytes.
+        """
+        first = int(np.searchsorted(ends, np.uint64(start), side="right"))
+        last = int(np.searchsorted(ends, np.uint64(end), side="left"))
+        part = slice(first, last + 1)
+        local, remote, nbytes = (
+            column[part].copy() for column in (self.local, self.remote, self.nbytes)
+        )
+        nbytes[-1] -= ends[last] - np.uint64(end)
+        skipped = np.uint64(start) - (ends[first] - self.nbytes[first])
+        local[0] += skipped
+        remote[0] += skipped
+        nbytes[0] -= skipped
+        return Spans(local, remote, nbytes, self.local_device, self.remote_device)
+
+    def chunks(self, nbytes: int) -> Iterator[Spans]:
+        """The same copy in parts of ``nbytes`` at most; only runs longer than that are cut."""
+        total = self.total_bytes
+        if total <= nbytes:
+            yield self
+            return
+        ends, start = np.cumsum(self.nbytes), 0
+        while start < total:
+            end = min(start + nbytes, total)
+            whole = int(np.searchsorted(ends, np.uint64(end), side="right"))
+            if whole and int(ends[whole - 1]) > start:
+                end = int(ends[whole - 1])
+            yield self.between(ends, start, end)
+            start = end
 
 
 def _check_lengths(local: Sized, remote: Sized, nbytes: Sized) -> None:

@@ -1,9 +1,10 @@
-"""Our keys in ``kv_transfer_params`` for sessions: to keep a session's KV, and to release it.
+"""Our keys in ``kv_transfer_params`` for sessions: to keep a session's KV, release or prefetch it.
 
 They are in ``pdconn``, beside the keys of :mod:`pdconn.protocol.prefix`.  A router asks with the
-first, and the answer has the second::
+first two, and the answer has the third::
 
     "keep": {"session": "agent-7", "seconds": 300, "tenant": "a"}    0 seconds release it
+    "prefetch": true                     nobody waits for this request: others' transfers go first
     "kept": {"session": "agent-7", "tokens": 3200, "used": true}
 
 ``used`` is true if this turn has come back to what was kept for it.  ``broken`` is there if an
@@ -79,6 +80,21 @@ def keep_of(params: object) -> KeepOrder | None:
         raise TicketError("pdconn.keep", "an object", asked)
     key = SessionKey(asked.get("tenant", ""), asked.get("session", ""))
     return KeepOrder(key, asked.get("seconds", 0))
+
+
+def is_prefetch(params: object) -> bool:
+    """Whether a request is a prefetch, whose pulls and loads give way to those of others.
+
+    Raises:
+        TicketError: the field is neither true nor false.
+
+    >>> is_prefetch({"pdconn": {"prefetch": True}}), is_prefetch(None)
+    (True, False)
+    """
+    asked = ours_in(params).get("prefetch", False)
+    if type(asked) is not bool:
+        raise TicketError("pdconn.prefetch", "true or false", asked)
+    return asked
 
 
 def kept_params(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.planning.plan import Moved, Need
 from pdconn.protocol.early import EarlyTicket
 from pdconn.protocol.ticket import Ticket
@@ -42,11 +43,13 @@ class ReadBlocks:
     Attributes:
         beside: what a store loads of the same blocks meanwhile; None without one.  Nothing is
             reported before :class:`EndBeside`, since until then the store may write.
+        urgency: PREFETCH if nobody waits for the request.
     """
 
     request: str
     need: Need
     beside: Need | None = None
+    urgency: Urgency = Urgency.PULL
 
 
 @dataclass(frozen=True, slots=True)

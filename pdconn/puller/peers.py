@@ -28,6 +28,7 @@ from pdconn.integrity.checks import Checks
 from pdconn.lifecycle.pace import LenderRates
 from pdconn.lifecycle.peer import TRANSITIONS, PeerState
 from pdconn.lifecycle.pull import Pull
+from pdconn.lifecycle.turns import Urgency
 from pdconn.planning.plan import NO_GAPS, Gaps, Pairing, Plan
 from pdconn.planning.planning_errors import Incompatible, PlanningError
 from pdconn.protocol.compat import trait_differences, traits_digest
@@ -203,7 +204,8 @@ class PeerPull(ABC):
         gaps: what the plan leaves of our blocks.
         reading: reads that have not settled.
         alarm: when the machine is ticked, at the latest.
-        is_requested: whether a request waits for it.  Then its failure is counted, and may close
+        urgency: of its reads.
+        is_requested: whether it is a request's.  Then its failure is counted, and may close
             the peer, which is kept until its reads have settled.
     """
 
@@ -216,6 +218,7 @@ class PeerPull(ABC):
     gaps: Gaps = NO_GAPS
     reading: int = 0
     alarm: float | None = None
+    urgency: Urgency = Urgency.PULL
 
     @property
     def is_written(self) -> bool:

@@ -178,7 +178,7 @@ class Pulls:
             self._report_failed(command.request, "nothing is claimed for this request")
             return
         entry.need, entry.measured.asked = command.need, now
-        entry.beside = command.beside
+        entry.beside, entry.urgency = command.beside, command.urgency
         self.unplanned.append(entry)
         self._perform(entry, entry.machine.want(now))
 
@@ -344,6 +344,8 @@ class Pulls:
     def _settled(self, entry: PeerPull, result: ReadSettled) -> None:
         """One of the reads is over; the machine hears of the last one."""
         peer, error = entry.peer, result.settled.error
+        if result.num_overdue:
+            self.counts["turns_overdue"] += result.num_overdue
         entry.reading -= 1
         if isinstance(entry, RequestPull):
             entry.measured.add_read(result.settled.stats)
@@ -445,7 +447,7 @@ class Pulls:
         entry.reading += len(plan.reads)
         for rank, spans in plan.reads:
             gaps, entry.gaps = entry.gaps, NO_GAPS  # the first read fills them
-            self._post(Read(entry, entry.peer.ranks[rank], spans, gaps))
+            self._post(Read(entry, entry.peer.ranks[rank], spans, gaps, entry.urgency))
 
     def _verify(self, entry: RequestPull) -> list[Effect]:
         """Have both sides sum what was read."""

@@ -4,7 +4,8 @@ A backend that copies while it posts (shared memory) occupies the reader's threa
 done, and one that does not (TCP, RDMA) serves reads in the order of posting.  Either way a
 short pull would wait for every long one before it.  So a read is cut into chunks, at most two of
 them are in flight, and :class:`FairQueue` decides which read's chunk is next.  After a chunk has
-failed, no other chunk of its read is posted.
+failed, no other chunk of its read is posted.  Reads of prefetches have a queue of their own: which
+class goes next is decided for all peers together (:mod:`pdconn.lifecycle.turns`).
 
 The order: first come, first served lets a prompt of a thousand tokens wait behind one of a
 hundred thousand.  Equal shares prevent that, but make every pull longer: two equal pulls would both
@@ -34,6 +35,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from pdconn.lifecycle.turns import Urgency
 from transport import PeerId, ReadStats, Settled, Spans, TransportError
 from transport.types import U64
 
@@ -184,7 +186,7 @@ class QueuedRead:
             return ReadChunk(self, self.spans, self.total)
         if self._ends is None:
             self._ends = np.cumsum(self.spans.nbytes)
-        return ReadChunk(self, _between(self.spans, self._ends, start, end), end - start)
+        return ReadChunk(self, self.spans.between(self._ends, start, end), end - start)
 
     def note_chunk(self, stats: ReadStats, at: float) -> None:
         """Record a chunk that was observed to settle at ``at`` seconds."""
@@ -221,16 +223,18 @@ class PeerReadQueue:
 
     def __init__(self, sizer: ChunkSizer) -> None:
         self._sizer = sizer
-        self._queue: FairQueue[QueuedRead] = FairQueue()
+        self._queues: dict[Urgency, FairQueue[QueuedRead]] = {}
         self._open: dict[QueuedRead, None] = {}
         self._in_flight_nbytes = 0
         self._settled_at = self._expected_at = -math.inf
 
-    def add_read(self, tag: object, peer: PeerId, spans: Spans) -> None:
+    def add_read(
+        self, tag: object, peer: PeerId, spans: Spans, urgency: Urgency = Urgency.PULL
+    ) -> None:
         """Queue a read."""
         read = QueuedRead.unposted(tag, peer, spans)
         self._open[read] = None
-        self._queue.add_pull(read, read.total)
+        self._queues.setdefault(urgency, FairQueue()).add_pull(read, read.total)
 
     def __iter__(self) -> Iterator[QueuedRead]:
         """Reads that have not settled, oldest first."""
@@ -240,15 +244,18 @@ class PeerReadQueue:
         """How many reads have not settled."""
         return len(self._open)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether a chunk may be posted now."""
-        window = 2 * self._sizer.chunk_nbytes
-        return self._first() is not None and self._in_flight_nbytes < window
+    def waiting(self) -> list[Urgency]:
+        """The classes of reads of which a chunk is still to be posted."""
+        return [urgency for urgency in self._queues if self._first(urgency) is not None]
 
-    def next_chunk(self) -> ReadChunk:
-        """The chunk to post now; only while :attr:`is_ready`."""
-        read = self._first()
+    def may_post(self, urgency: Urgency) -> bool:
+        """Whether a chunk of such a read may be posted now."""
+        window = 2 * self._sizer.chunk_nbytes
+        return self._in_flight_nbytes < window and self._first(urgency) is not None
+
+    def next_chunk(self, urgency: Urgency) -> ReadChunk:
+        """The chunk to post now; only while :meth:`may_post`."""
+        read, queue = self._first(urgency), self._queues[urgency]
         assert read is not None
         nbytes = self._sizer.chunk_nbytes
         # The rest of a read that is alone may be as long as two chunks, which may be in flight.
@@ -258,9 +265,9 @@ class PeerReadQueue:
         part = read.cut(nbytes)
         read.in_flight += 1
         self._in_flight_nbytes += part.nbytes
-        self._queue.served(part.nbytes)
+        queue.served(part.nbytes)
         if not read.has_more:
-            self._queue.remove_first()
+            queue.remove_first()
         return part
 
     def expected_at(self, part: ReadChunk, now: float) -> float:
@@ -292,10 +299,13 @@ class PeerReadQueue:
         del self._open[read]
         return True
 
-    def _first(self) -> QueuedRead | None:
-        """The read to post next; those that have failed meanwhile are dropped."""
-        while (read := self._queue.first()) is not None and not read.has_more:
-            self._queue.remove_first()
+    def _first(self, urgency: Urgency) -> QueuedRead | None:
+        """The read to post next of a class; those that have failed meanwhile are dropped."""
+        queue = self._queues.get(urgency)
+        if queue is None:
+            return None
+        while (read := queue.first()) is not None and not read.has_more:
+            queue.remove_first()
         return read
 
 
@@ -306,22 +316,3 @@ def _union(intervals: list[tuple[float, float]]) -> float:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
     return covered
-
-
-def _between(spans: Spans, ends: U64, start: int, end: int) -> Spans:
-    """Bytes ``[start, end)`` of ``spans``; a run that crosses either bound is cut in two.
-
-    ``ends`` are running sums of the runs' bytes.
-    """
-    first = int(np.searchsorted(ends, np.uint64(start), side="right"))
-    last = int(np.searchsorted(ends, np.uint64(end), side="left"))
-    part = slice(first, last + 1)
-    local, remote, nbytes = (
-        column[part].copy() for column in (spans.local, spans.remote, spans.nbytes)
-    )
-    nbytes[-1] -= ends[last] - np.uint64(end)
-    skipped = np.uint64(start) - (ends[first] - spans.nbytes[first])
-    local[0] += skipped
-    remote[0] += skipped
-    nbytes[0] -= skipped
-    return Spans(local, remote, nbytes, spans.local_device, spans.remote_device)

@@ -27,6 +27,7 @@ from typing import Any
 from pdconn.integrity.checks import Expected
 from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.zeros import fill_with_zeros
+from pdconn.lifecycle.turns import ClassOrder, Urgency
 from pdconn.planning.plan import NO_GAPS, Gaps
 from pdconn.protocol.proof import PieceSum
 from pdconn.puller.read_queue import ChunkSizer, PeerReadQueue, ReadChunk
@@ -85,6 +86,7 @@ class Read:
     peer: PeerId
     spans: Spans
     gaps: Gaps = NO_GAPS
+    urgency: Urgency = Urgency.PULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,15 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class ReadSettled:
-    """The read can no longer write, as observed at ``at`` seconds."""
+    """The read can no longer write, as observed at ``at`` seconds.
+
+    ``num_overdue``: chunks that were posted since the last one while more urgent reads waited.
+    """
 
     tag: object
     settled: Settled
     at: float
+    num_overdue: int = 0
 
 
 Job = Connect | Disconnect | Read | Sum
@@ -160,6 +166,7 @@ class TransportJobs:
         self._proven: set[PeerId] = set()
         self._addresses: dict[PeerId, bytes] = {}
         self._memory = AnyMemory()
+        self._order = ClassOrder()
 
     def __len__(self) -> int:
         """Chunks that can still write."""
@@ -213,16 +220,18 @@ class TransportJobs:
                 self._transport.disconnect(job.peer)
         elif self._fill(job):
             reads = self._queues.setdefault(job.peer, PeerReadQueue(self._sizer))
-            reads.add_read(job.tag, job.peer, job.spans)
+            reads.add_read(job.tag, job.peer, job.spans, job.urgency)
 
     def post_chunk(self) -> bool:
         """Post one chunk, of the peers in turn; False if none may be.  May copy all of it."""
-        peer = self._ready_peer()
-        if peer is None:
+        found = self._ready_peer()
+        if found is None:
             return False
-        reads = self._queues[peer] = self._queues.pop(peer)  # last in line from now on
-        chunk = reads.next_chunk()
+        peer, urgency = found
         began = self._clock()
+        self._order.note_served(urgency, began, self._waiting())
+        reads = self._queues[peer] = self._queues.pop(peer)  # last in line from now on
+        chunk = reads.next_chunk(urgency)
         try:
             posted = self._transport.read(peer, chunk.spans)
         except TransportError as error:
@@ -242,12 +251,21 @@ class TransportJobs:
                 ended = True
         return ended
 
-    def _ready_peer(self) -> PeerId | None:
-        """The peer to read from next; None if nothing may be posted."""
+    def _ready_peer(self) -> tuple[PeerId, Urgency] | None:
+        """The peer to read from next, and for what; None if nothing may be posted."""
+        # The least urgent class waits for all chunks of the others, also those for which a peer has
+        # no room yet: they share our end of the link.
+        urgency = self._order.choose(self._waiting(), self._clock())
+        if urgency is None:
+            return None
         for peer, reads in self._queues.items():
-            if reads.is_ready:
-                return peer
+            if reads.may_post(urgency):
+                return peer, urgency
         return None
+
+    def _waiting(self) -> set[Urgency]:
+        """The classes of which chunks are still to be posted."""
+        return {urgency for reads in self._queues.values() for urgency in reads.waiting()}
 
     def _ended(self, chunk: ReadChunk, settled: Settled) -> None:
         read = chunk.read
@@ -258,7 +276,8 @@ class TransportJobs:
         if reads.chunk_settled(chunk, settled, now):
             if not len(reads):
                 del self._queues[read.peer]
-            self._deliver(ReadSettled(read.tag, read.outcome(), now))
+            overdue = self._order.take_overdue()
+            self._deliver(ReadSettled(read.tag, read.outcome(), now, overdue))
 
     def close(self) -> None:
         """Close the transport, unless a read can still write."""

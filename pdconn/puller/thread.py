@@ -25,6 +25,7 @@ from typing import Any
 
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience
+from pdconn.lifecycle.turns import Urgency
 from pdconn.puller.commands import (
     ClaimOutcome,
     ClaimTicket,
@@ -282,6 +283,7 @@ class Puller(Closing):
         self._inbox: SelectedBox[_Posted] = SelectedBox()
         self._reported: ThreadReports[Report] = ThreadReports()
         self._num_unreported = 0
+        self._prefetches: set[str] = set()
         self._awaited: set[str] = set()
         selector = selectors.DefaultSelector()
         dialer = SocketDialer(selector, self._inbox, security or Security(), through, resolve)
@@ -316,6 +318,8 @@ class Puller(Closing):
         """
         if isinstance(command, _REPORTED):
             self._num_unreported += 1
+        if isinstance(command, ReadBlocks) and command.urgency is Urgency.PREFETCH:
+            self._prefetches.add(command.request)
         if isinstance(command, ClaimTicket):
             if command.is_awaited:
                 self._awaited.add(command.request)
@@ -338,6 +342,9 @@ class Puller(Closing):
         results = PullResults.from_reports(reported.reports)
         reported.reports.clear()
         self._num_unreported -= len(results.records) + len(results.failed)
+        if self._prefetches:
+            self._prefetches.difference_update(record.request for record in results.records)
+            self._prefetches.difference_update(failed.request for failed in results.failed)
         self._awaited.difference_update(
             outcome.request for outcome in results.claims if outcome.is_final
         )
@@ -347,6 +354,13 @@ class Puller(Closing):
     def is_awaited(self) -> bool:
         """Whether the engine waits for the end of a pull."""
         return self._num_unreported > 0
+
+    @property
+    def most_urgent(self) -> Urgency | None:
+        """The most urgent class of the pulls whose end the engine waits for; None without one."""
+        if self._num_unreported > len(self._prefetches):
+            return Urgency.PULL
+        return Urgency.PREFETCH if self._prefetches else None
 
     def wait_for_report(self, timeout_s: float) -> None:
         """Sleep until there are results, or nothing is awaited.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.row import RowName, StoreLayout
@@ -43,11 +44,15 @@ class Fetch:
 
     Rows lie one after another in the order given, each as large as the rank's share of it,
     rounded up to pages; no other fetch has these bytes until this one is loaded or dropped.
+
+    Attributes:
+        urgency: PULL if a pull waits for it, PREFETCH if no request does.
     """
 
     number: int
     offset: int
     rows: tuple[RowName, ...]
+    urgency: Urgency = Urgency.LOAD
 
 
 @dataclass(frozen=True, slots=True)

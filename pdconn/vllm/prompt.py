@@ -7,12 +7,17 @@ A ticket that a proxy has sent with another request is detected.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from pdconn.protocol import ticket
+from pdconn.protocol import keep, ticket
+from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import TOKENS, closed_digest
+from transport.errors import shown
+
+log = logging.getLogger(__name__)
 
 _PIECE = 1 << 15
 """Tokens that are encoded at a time; msgpack encodes their number in 3 bytes."""
@@ -70,6 +75,16 @@ def _adapter(request: Any) -> str:
 
 def _identifiers(features: Any) -> list[str]:
     return [feature.identifier for feature in features or ()]
+
+
+def is_prefetch(request: Any) -> bool:
+    """Whether nobody waits for the request; a field that cannot be read changes nothing."""
+    try:
+        return keep.is_prefetch(request.kv_transfer_params)
+    except TicketError as error:
+        name = shown(request.request_id)
+        log.warning("pdconn: served as a request that is waited for: %s request=%s", error, name)
+        return False
 
 
 def parent_of(request_id: str) -> str | None:

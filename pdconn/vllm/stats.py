@@ -92,6 +92,11 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:pulls_unreachable",
         "KV pulls whose lender was lost or refused us.",
     ),
+    "turns_overdue": (
+        "pdconn:turns_overdue",
+        "Chunks of prefetches that were read although a request waited for another read, since "
+        "they had waited as long as they may.",
+    ),
     "answers_lent": ("pdconn:answers_lent", "Prompts with answers lent for a next turn."),
     "answers_given_up": (
         "pdconn:answers_given_up",

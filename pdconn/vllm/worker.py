@@ -276,10 +276,10 @@ class PdWorker:
         self._rehearsed = []
 
     def _set_waiting(self) -> None:
-        """Saves let pulls and loads go first."""
+        """Prefetches and saves of the store let what is more urgent go first."""
         if self._store is not None:
-            is_pulling = self._puller is not None and self._puller.is_awaited
-            self._store.set_waiting(is_pulling or self._num_fetching > 0)
+            pulls = None if self._puller is None else self._puller.most_urgent
+            self._store.set_waiting(pulls, is_loading=self._num_fetching > 0)
 
     def _wait(self) -> None:
         """Wait for the store, or for the puller."""

@@ -57,6 +57,8 @@ class MemoryRows:
 class MemoryShelf:
     """One thread's way to :class:`MemoryRows`; see :class:`pdconn.store.shelf.interface.Shelf`."""
 
+    cuts_writes = True
+
     def __init__(self, shared: MemoryRows) -> None:
         self._shared = shared
 

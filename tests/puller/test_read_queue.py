@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.puller.read_queue import CHUNK_S, MOST_NBYTES, ChunkSizer, PeerReadQueue, QueuedRead
 from pdconn.puller.reads import (
     HeldTransport,
@@ -102,10 +103,10 @@ def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
 def test_no_more_than_two_slices_are_in_flight() -> None:
     queue = PeerReadQueue(ChunkSizer(SLICE))
     queue.add_read("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
-    begun = [queue.next_chunk(), queue.next_chunk()]
-    assert not queue.is_ready
+    begun = [queue.next_chunk(Urgency.PULL), queue.next_chunk(Urgency.PULL)]
+    assert not queue.may_post(Urgency.PULL)
     queue.chunk_settled(begun[0], _done(begun[0].spans), 0.0)
-    assert queue.is_ready
+    assert queue.may_post(Urgency.PULL)
     assert len(queue) == 1
 
 
@@ -122,10 +123,10 @@ def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
     queue.add_read("read", PeerId("p"), spans_of((0x100000, 0x9000, int(slices * SLICE))))
     posted = []
     while len(posted) < len(parts):
-        part = queue.next_chunk()
+        part = queue.next_chunk(Urgency.PULL)
         if part.read.tag == "read":
             posted.append(part.nbytes / SLICE)
-        if not queue.is_ready:
+        if not queue.may_post(Urgency.PULL):
             queue.chunk_settled(part, _done(part.spans), 0.0)
     assert posted == parts
 
@@ -168,9 +169,9 @@ def test_time_in_which_two_slices_are_in_flight_counts_once(
 def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
     queue = PeerReadQueue(ChunkSizer(SLICE))
     queue.add_read("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
-    first = queue.next_chunk()
+    first = queue.next_chunk(Urgency.PULL)
     queue.add_read("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
-    assert (first.read.tag, queue.next_chunk().read.tag) == ("long", "short")
+    assert (first.read.tag, queue.next_chunk(Urgency.PULL).read.tag) == ("long", "short")
 
 
 # The reader over real bytes
@@ -315,3 +316,19 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
 
 def _done(spans: Spans) -> Settled:
     return Settled(ReadStats(spans.total_bytes, len(spans), 0.0, 0.0))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 60))
+def test_chunks_copy_the_same_bytes_and_cut_only_runs_that_are_too_long(
+    lengths: list[int], nbytes: int
+) -> None:
+    runs = [(1000 * i + 7, 5000 - 100 * i, length) for i, length in enumerate(lengths)]
+    whole = spans_of(*runs)
+    parts = list(whole.chunks(nbytes))
+    assert copied(parts) == copied([whole])
+    assert all(part.total_bytes <= nbytes for part in parts)
+    begun = {local for local, _, _ in runs}
+    for part in parts:
+        for local in map(int, part.local):
+            is_cut = local not in begun
+            assert not is_cut or lengths[(local - 7) // 1000] > nbytes

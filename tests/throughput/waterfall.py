@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace) -> list[Waterfall]:
         puller = Puller(me, transport)
         try:
             taken = [
-                _pull(workload, puller, port, child, f"r{n}") for n in range(options.times + 2)
+                pull_once(workload, puller, port, child, f"r{n}") for n in range(options.times + 2)
             ]
         finally:
             puller.close()
@@ -138,9 +138,14 @@ def measure(options: argparse.Namespace) -> list[Waterfall]:
     return taken[2:]
 
 
-def _pull(
+def pull_once(
     workload: Workload, puller: Puller, port: int, child: subprocess.Popen[str], request: str
 ) -> Waterfall:
+    """Have the child lend ``request``, and pull it.
+
+    Raises:
+        RuntimeError: it was not pulled.
+    """
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write(request + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import ClaimTicket, Command, FailedPull, ReadBlocks
@@ -104,11 +105,12 @@ class Posted:
         self.after[type(command).__name__] = after
 
     post_command = post  # a puller's name for it
-    is_awaited = True
+    most_urgent = Urgency.PULL
 
-    def set_waiting(self, is_waiting: bool) -> None:
+    def set_waiting(self, pulls: Urgency | None, *, is_loading: bool) -> None:
         """A store is told that requests wait."""
-        assert is_waiting
+        assert pulls is Urgency.PULL
+        assert is_loading
 
 
 class NoGpu(InProcessTransport):

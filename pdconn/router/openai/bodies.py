@@ -119,7 +119,7 @@ def prefetch_body(
 
     ``source`` is a ticket for the prompt's prefix, ``keep`` what is asked for its session.
     """
-    ours = {"from": source, "keep": keep, "lend_back": False}
+    ours = {"from": source, "keep": keep, "lend_back": False, "prefetch": True}
     given = {name: value for name, value in ours.items() if value is not None}
     fields = _prefill_fields(body)
     if body.route is not Route.MESSAGES:

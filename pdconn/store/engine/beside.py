@@ -150,7 +150,7 @@ class LoadsBeside:
             loads.leave_load(stored)
             return BesideOffer(held)
         load.found(split, held, rows, is_beside=True)
-        if not loads.place(load, now):
+        if not loads.place(stored, now):
             loads.counts["store_no_room"] += 1
             loads.leave_load(stored)
             return BesideOffer(held)

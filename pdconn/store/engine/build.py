@@ -170,6 +170,7 @@ def _start_threads(
         room=None if budget is None else budget.room,
         lookups=to_lookups,
         namespace=namespace,
+        clock=clock,
         note_rows=note_rows,
     )
     worker = Worker("pdconn-store-lookup", looking.run_lookups, to_lookups, answers)

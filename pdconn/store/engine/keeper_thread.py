@@ -60,7 +60,10 @@ _MOST_GIVEN_UP = 1024
 """How often, for how long, and how many parts that were given up are discarded again."""
 
 _AHEAD = 4
-"""So many rows without all notes end a look for notes: ranks write rows in order."""
+"""So many rows of a tenant without all notes end a look for its notes: ranks write rows in order,
+and tenants in turn."""
+_MOST_AHEAD = 64
+"""Of all tenants."""
 
 
 class CommitBudget(Protocol):
@@ -229,12 +232,14 @@ class Committer:
         Rows of another namespace than the engine's present one are dropped: the prefix cache
         was reset while they were being saved.
         """
-        done, pending, unwritten = [], self.pending, 0
+        done, pending, unwritten = [], self.pending, Counter[bytes]()
         pending.begin_step(now)
         for each in list(pending.rows.values()):
             batch, row = each.batch, each.row
-            if unwritten == _AHEAD:
+            if unwritten.total() >= _MOST_AHEAD:
                 break
+            if unwritten[row.name.tenant] >= _AHEAD:
+                continue
             # 1. A WA row waits while its FA row does.
             if (
                 row.name.kind is RowKind.WA
@@ -246,7 +251,7 @@ class Committer:
             if len(notes) == self._num_ranks:
                 pending.note_written(now)
             elif pending.may_come(each, now):
-                unwritten += 1
+                unwritten[row.name.tenant] += 1
                 continue
             # 3. It is committed, or given up.
             pending.drop_row(row)

@@ -23,6 +23,7 @@ from pdconn.lifecycle.load import (
     StoreLoad,
 )
 from pdconn.lifecycle.sources import Bandwidth
+from pdconn.lifecycle.turns import Urgency
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.breaker import LoadPatience
@@ -51,6 +52,7 @@ class StoredRequest:
         tokens: ids of the prompt and, later, of the answer; the list grows.
         extras: what else its rows depend on.
         may_load: whether it may be given rows.
+        is_prefetch: whether nobody waits for it.
         reads_files: whether ``extras`` does: then look-ups alone call it, on their thread.
         saving: what is saved of it.
         load: the present try, or the last one.
@@ -65,11 +67,19 @@ class StoredRequest:
     may_load: bool
     reads_files: bool
     saving: Saving
+    is_prefetch: bool = False
     load: StoreLoad[RowName] = field(default_factory=StoreLoad)
     lookup: Lookup | None = None
     tries: int = 0
     is_cut: bool = False
     known_extras: Sequence[bytes] | None = None
+
+    @property
+    def urgency(self) -> Urgency:
+        """What its fetches are served by."""
+        if self.is_prefetch:
+            return Urgency.PREFETCH
+        return Urgency.PULL if self.load.is_beside else Urgency.LOAD
 
     def learn_keys(self, answer: LookupAnswer) -> None:
         """Take keys, and where the prompt parts from those saved, from a look-up's answer."""
@@ -282,19 +292,20 @@ class Loads:
 
     def _place(self, stored: StoredRequest, now: float) -> int | None:
         load = stored.load
-        if not self.place(load, now) and load.seconds_waited(now) > load.most_s:
+        if not self.place(stored, now) and load.seconds_waited(now) > load.most_s:
             self.counts["store_no_room"] += 1
             return self._leave(stored)
         return None
 
-    def place(self, load: StoreLoad[RowName], now: float) -> bool:
-        """Fetch a load's rows, if there is room for them now."""
+    def place(self, stored: StoredRequest, now: float) -> bool:
+        """Fetch the rows of a request's load, if there is room for them now."""
+        load = stored.load
         placed = self.staging.take_room(load, self.keeper.sizes.staging_nbytes(load.rows))
         if placed is None:
             return False
         number, offset = placed
         load.place(number, self._num_ranks, now)
-        self._commands.append(Fetch(number, offset, load.rows))
+        self._commands.append(Fetch(number, offset, load.rows, stored.urgency))
         return True
 
     def _offer(self, stored: StoredRequest, num_local: int, now: float) -> int | None:

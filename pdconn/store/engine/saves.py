@@ -30,6 +30,7 @@ from pdconn.lifecycle.promises import BreakReason
 from pdconn.planning.plan import window_start
 from pdconn.protocol.keep import SessionKey
 from pdconn.protocol.ticket import BlockList
+from pdconn.store.budget.fair_room import FairRoom
 from pdconn.store.engine.keeper_thread import (
     REPORTS_AT_ONCE,
     KeeperCommand,
@@ -101,6 +102,7 @@ class Keeper:
         lookups: the inbox of the look-ups, which learn with the keeper.
         namespace: where the engine's rows are, until :meth:`change_namespace`.
         note_rows: called with rows committed and gone.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -112,9 +114,11 @@ class Keeper:
         room: AmountBox | None,
         lookups: Box[Any],
         namespace: str,
+        clock: Callable[[], float],
         note_rows: NoteRows | None = None,
     ) -> None:
         self.sizes = sizes
+        self._clock, self._shares = clock, FairRoom()
         self._worker, self._lookups = worker, lookups
         self._row_nbytes, self._room = row_nbytes, room
         self._namespace = namespace
@@ -140,13 +144,20 @@ class Keeper:
         """Those of ``names``, from the first on, that the budget has room for now."""
         taken: list[RowName] = []
         for name in names:
-            room = self._room
-            if room is not None and not room.take_amount(self._row_nbytes[name.kind]):
+            if self._room is not None and not self._admits(self._room, name):
                 self._counts["store_saves_skipped"] += len(names) - len(taken)
                 break
             taken.append(name)
         self._saving.update(taken)
         return taken
+
+    def _admits(self, room: AmountBox, name: RowName) -> bool:
+        """Take a row's bytes from the room, as far as those that are left are not others'."""
+        nbytes = self._row_nbytes[name.kind]
+        if self._shares.admits(name.tenant, nbytes, room.amount, self._clock()):
+            return room.take_amount(nbytes)
+        room.note_missed()
+        return False
 
     def add_batch(self, batch: SaveBatch) -> None:
         """Have rows committed once all ranks have written them."""

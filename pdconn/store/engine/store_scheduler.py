@@ -106,12 +106,17 @@ class StoreScheduler:
         cache_salt: str | None = None,
         may_load: bool,
         reads_files: bool,
+        is_prefetch: bool = False,
     ) -> None:
-        """Add a request; it is looked up when the engine first asks."""
+        """Add a request; it is looked up when the engine first asks.
+
+        Args:
+            is_prefetch: whether nobody waits for it.
+        """
         chain = self._names.chain(self._opening.layout.block_tokens, cache_salt)
         saving = Saving(chain, num_prompt_tokens)
         self._requests[request] = StoredRequest(
-            request, tokens, num_prompt_tokens, extras, may_load, reads_files, saving
+            request, tokens, num_prompt_tokens, extras, may_load, reads_files, saving, is_prefetch
         )
 
     def get_num_new_matched_tokens(

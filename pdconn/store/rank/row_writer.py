@@ -9,16 +9,18 @@ Of each row only the slabs that this rank saves are written; where there are non
 empty.  A row that cannot be saved gets a note of failure, and the scheduler's process discards its
 part.
 
-Requests do not wait for saves, so each row lets pulls and loads go first: these share cores, memory
-and a disk with it.
+Requests do not wait for saves, so a save lets all other transfers go first, which share cores,
+memory and a disk with it.  It asks before each chunk that it copies or writes: one that begins is
+delayed by one chunk of a save.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pdconn.lifecycle.turns import TurnKey, Urgency
 from pdconn.planning.planning_errors import PlanningError
 from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.format.footer import checksum, encode_note, failed_note, row_nbytes
@@ -35,22 +37,30 @@ from pdconn.store.store_errors import StoreError
 from pdconn.threads import RightOfWay
 from transport.streams import StreamPoint
 
-YIELD_S = 0.1
-"""A row waits at most so long for pulls and loads: where these never end, saves go on slowly."""
+CHUNK_NBYTES = 4 << 20
+"""A save copies or writes at most so much before it asks again whether others move."""
 
 
 @dataclass(slots=True, eq=False)
 class SaveUnderWay:
     """A save: ``noted`` rows have their note, ``is_read`` once the blocks may be freed.
 
-    It begins when the GPU has reached ``after``, the end of the pass that wrote the blocks.
+    It begins when the GPU has reached ``after``, the end of the pass that wrote the blocks.  Its
+    rows have ``nbytes``, all ranks' shares together.
     """
 
     save: SaveRows
     after: StreamPoint | None
     namespace: str
+    nbytes: int
     noted: int = 0
     is_read: bool = False
+
+
+def turn_of_save(task: SaveUnderWay) -> TurnKey:
+    """What a save is served by; its rows are of one prompt, and so of one tenant."""
+    rows = task.save.rows
+    return TurnKey(Urgency.SAVE, rows[0].name.tenant if rows else b"", task.nbytes)
 
 
 class RowWriter:
@@ -60,7 +70,7 @@ class RowWriter:
         open_shelf: opens the thread's own shelf, at the first row and again after a failure.
         copies: the thread's own, from KV memory.
         held: the lock of the writer's account; None for a store without accounts.
-        right_of_way: of pulls and loads, before each row.
+        right_of_way: of pulls and loads, before each chunk.
         keys: rows are encrypted with; None where they are saved as they are.
     """
 
@@ -100,7 +110,6 @@ class RowWriter:
         if task.after is not None:
             task.after.synchronize()
         for place, row in enumerate(task.save.rows):
-            self._right_of_way.give_way(YIELD_S)
             is_last = place + 1 == len(task.save.rows)
             note = self._saved(task, row, is_last)
             self._put_note(row, note)
@@ -143,7 +152,9 @@ class RowWriter:
         if sum(spans.total_bytes for spans in parts) < share.nbytes:
             ctypes.memset(self._buffer.address, 0, share.nbytes)
         for spans in parts:
-            self._copies.copy_out(spans)
+            for chunk in spans.chunks(CHUNK_NBYTES):
+                self._give_way()
+                self._copies.copy_out(chunk)
 
     def _pack(self, index: int, share: RowShare) -> Sequence[OwnSlab]:
         """Pack the heads that were gathered.  Returns what is to be written."""
@@ -167,11 +178,17 @@ class RowWriter:
         return seal_slabs(slabs, data, sealer, into)
 
     def _write(self, row: SaveRow, slabs: Sequence[OwnSlab]) -> None:
+        runs, shelf = joined_runs(slabs), self._own_shelf()
         written = self._written.bytes_at(0, self._written.nbytes)
-        ranges = ranges_of(joined_runs(slabs), written)
-        self._own_shelf().write(self._opened.writer, row.part, ranges)
-        nbytes = sum(len(view) for _, view in ranges)
+        for chunk in _chunks(runs) if shelf.cuts_writes else [runs]:
+            self._give_way()
+            shelf.write(self._opened.writer, row.part, ranges_of(chunk, written))
+        nbytes = sum(nbytes for _, _, nbytes in runs)
         self._reports.add_counts(rows_written=1, bytes_written=nbytes)
+
+    def _give_way(self) -> None:
+        if not self._right_of_way.give_way(Urgency.SAVE):
+            self._reports.add_counts(turns_overdue=1)
 
     def _put_note(self, row: SaveRow, note: bytes) -> None:
         try:
@@ -189,6 +206,23 @@ class RowWriter:
         if self._shelf is None:
             self._shelf = self._open_shelf()
         return self._shelf
+
+
+def _chunks(runs: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Runs (offset in the row, offset in the buffer, bytes), cut and grouped into chunks."""
+    chunk: list[tuple[int, int, int]] = []
+    left = CHUNK_NBYTES
+    for at, start, nbytes in runs:
+        done = 0
+        while done < nbytes:
+            part = min(left, nbytes - done)
+            chunk.append((at + done, start + done, part))
+            done, left = done + part, left - part
+            if not left:
+                yield chunk
+                chunk, left = [], CHUNK_NBYTES
+    if chunk:
+        yield chunk
 
 
 def answer_save(task: SaveUnderWay, reports: TaskReports) -> None:

@@ -15,6 +15,9 @@ The engine's thread only puts tasks, takes answers, and counts what is left of e
 store's own threads open, read, plan and copy.  Every Fetch, LoadRows and SaveRows is answered, also
 by threads that have failed.
 
+Readers and the writer take tasks in the order of :mod:`pdconn.lifecycle.turns`: what requests wait
+for, then prefetches, and tenants in turn.
+
 A fetch is answered once, when all its rows have been tried; its bytes belong to it until it is
 loaded, or dropped and answered (:mod:`~pdconn.store.rank.fetches`).
 """
@@ -27,13 +30,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.store.budget.locks import HeldWriter
+from pdconn.store.format.row import RowName
 from pdconn.store.format.seals import RowKeys
 from pdconn.store.rank.copies import HostArea, copies_of
 from pdconn.store.rank.fetches import FetchTable, FetchUnderWay, JoinedPull
-from pdconn.store.rank.row_writer import RowWriter, SaveUnderWay, refuse_save, unsaved
+from pdconn.store.rank.row_writer import RowWriter, SaveUnderWay, refuse_save, turn_of_save, unsaved
 from pdconn.store.rank.shares import OpenedRank
 from pdconn.store.rank.tasks import (
     Answer,
@@ -53,6 +58,7 @@ from pdconn.store.rank.tasks import (
     TaskReport,
     TaskReports,
     refused_read,
+    turn_of_read,
 )
 from pdconn.store.rank_commands import (
     BesideEnded,
@@ -70,7 +76,7 @@ from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.interface import Shelf
 from pdconn.store.store_errors import FormatError
 from pdconn.store.store_keys import load_keys
-from pdconn.threads import Box, RightOfWay, ThreadDied, Worker
+from pdconn.threads import Box, RightOfWay, ThreadDied, TurnBox, Worker
 from registration.references import KVCacheReferences
 from transport import Device
 from transport.streams import StreamPoint, stream_point
@@ -173,15 +179,16 @@ class RankStore:
         self._setup = RankSetup(settings, references, rank, open_shelf, hold, keys)
         self._opening: OpenStore | None = None
         self._outbox: Box[TaskReport | ThreadDied] = Box()
-        self._to_read: Box[ReadTask] = Box()
-        self._to_write: Box[SaveUnderWay] = Box()
+        # What the puller moves, to which prefetches give way; and all transfers, to which saves do.
+        self._pulls, self._transfers = RightOfWay(), RightOfWay()
+        self._to_read: TurnBox[ReadTask] = TurnBox(turn_of_read, self._pulls)
+        self._to_write: TurnBox[SaveUnderWay] = TurnBox(turn_of_save, self._transfers)
         self._workers: dict[str, Worker[ReadTask] | Worker[SaveUnderWay]] = {}
         self._fetches, self._joined = FetchTable(), dict[int, FetchUnderWay]()
         self._answers = _Answers()
         self._held: list[SaveRows] = []
         self._reads = False
         self._staging: HostArea | None = None
-        self._right_of_way = RightOfWay()
         self._is_closed = False
 
     def post_command(self, command: StoreCommand, after: StreamPoint | None = None) -> None:
@@ -218,16 +225,28 @@ class RankStore:
         # Rows of a namespace that has changed since they were posted are not committed.
         namespace = self._opening.namespace if self._opening else ""
         for save in held:
-            task = SaveUnderWay(save, after, namespace)
+            nbytes = sum(self._row_nbytes(row.name) for row in save.rows)
+            task = SaveUnderWay(save, after, namespace, nbytes)
             if WRITER in self._workers:
                 self._to_write.put(task)
             else:
                 for answer in unsaved(task):
                     self._note(answer)
 
-    def set_waiting(self, is_waiting: bool) -> None:
-        """Say whether requests wait for pulls or loads: saves let these go first."""
-        self._right_of_way.set_waiting(is_waiting)
+    def _row_nbytes(self, name: RowName) -> int:
+        return self._opening.layout.for_kind(name.kind).data_nbytes if self._opening else 0
+
+    def set_waiting(self, pulls: Urgency | None, *, is_loading: bool) -> None:
+        """Say what else moves, to which prefetches and saves give way.
+
+        Args:
+            pulls: the most urgent class of pulls under way; None without one.
+            is_loading: whether this store was asked for something that it has not answered.
+        """
+        self._pulls.set_most_urgent(pulls)
+        moved = [] if pulls is None else [pulls]
+        moved += [Urgency.LOAD] if is_loading else []
+        self._transfers.set_most_urgent(min(moved, default=None))
 
     def wait_for_answer(self, timeout_s: float) -> None:
         """Sleep until there is something to take."""
@@ -268,6 +287,8 @@ class RankStore:
     def take_rank_counts(self) -> dict[str, int]:
         """What was counted since the last call: rows and bytes read and written, failures."""
         self._take_reports()
+        if overdue := self._to_read.take_overdue() + self._to_write.take_overdue():
+            self._answers.counts["turns_overdue"] += overdue
         if not self._answers.counts:
             return {}
         counts = {name: amount for name, amount in self._answers.counts.items() if amount}
@@ -279,7 +300,7 @@ class RankStore:
         if self._is_closed:
             return
         self._is_closed = True
-        self.set_waiting(False)
+        self.set_waiting(None, is_loading=False)
         self._held.clear()
         self._to_read.close()
         self._to_write.close()
@@ -303,11 +324,9 @@ class RankStore:
             log.error("pdconn: store: opened again with another layout or writer: ignored")
 
     def _read(self, task: ReadTask) -> None:
-        """Put a task for the readers, a load before all others."""
+        """Put a task for the readers."""
         if not self._reads:
             self._note(refused_read(task))
-        elif isinstance(task, LoadFetched):
-            self._to_read.put_first([task])
         else:
             self._to_read.put(task)
 
@@ -457,7 +476,7 @@ class RankStore:
             WRITER,
             self._to_write,
             reports,
-            begin=_WriterBegin(setup, opening, reports, self._right_of_way),
+            begin=_WriterBegin(setup, opening, reports, self._transfers),
             refuse=lambda task: refuse_save(
                 task, opening.writer, setup.rank, setup.open_shelf, reports
             ),
@@ -485,7 +504,7 @@ class _ReaderBegin:
 
     setup: RankSetup
     opening: OpenStore
-    inbox: Box[ReadTask]
+    inbox: TurnBox[ReadTask]
     reports: TaskReports
     staging: HostArea | None
 

@@ -12,7 +12,8 @@
                  encrypted rows ──read──► another buffer ──decrypt, verify──► staging
                  packed rows ──read──► another buffer ──(decrypt,) verify, unpack──► staging
 
-Several readers take rows from one box, so that one reads while another verifies.  Saves are those
+Several readers take rows from one box, so that one reads while another verifies: in the order of
+:mod:`pdconn.lifecycle.turns`, and each request's in its own.  Saves are those
 of :mod:`~pdconn.store.rank.row_writer`.
 """
 
@@ -24,9 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from pdconn.integrity.zeros import fill_with_zeros
+from pdconn.lifecycle.turns import TurnKey, Urgency
 from pdconn.planning.planning_errors import PlanningError
 from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.format.row import RowKind
@@ -44,7 +47,7 @@ from pdconn.store.rank_commands import (
 from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.interface import Shelf
 from pdconn.store.store_errors import RowDamaged, RowLocked, RowMissing, StoreError
-from pdconn.threads import Box
+from pdconn.threads import Box, TurnBox
 from transport import Spans
 from transport.streams import StreamPoint
 
@@ -244,6 +247,7 @@ class ReadRow:
     of: BeginFetch
     place: int
     offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,6 +260,21 @@ class LoadFetched:
 
 
 ReadTask = BeginFetch | ReadRow | LoadFetched
+
+
+def turn_of_read(task: ReadTask) -> TurnKey:
+    """What a task is served by.
+
+    A copy of rows that were read counts as a pull unless nobody waits for it: its request has its
+    blocks, and it is short.
+    """
+    fetch = task.of.fetch if isinstance(task, ReadRow) else task.fetch
+    tenant = fetch.rows[0].tenant if fetch.rows else b""
+    if isinstance(task, ReadRow):
+        return TurnKey(fetch.urgency, tenant, task.nbytes)
+    if isinstance(task, LoadFetched) and fetch.urgency is not Urgency.PREFETCH:
+        return TurnKey(Urgency.PULL, tenant)
+    return TurnKey(fetch.urgency, tenant)
 
 
 def refused_read(task: ReadTask) -> Answer:
@@ -271,7 +290,7 @@ class RowReader:
     """One thread's reads and loads.
 
     Args:
-        inbox: gets the rows of a fetch, before all that waits.
+        inbox: gets the rows of a fetch, before others of its tenant.
         open_shelf: opens the thread's own shelf, at the first row and again after a failure.
         copies: the thread's own, to KV memory.
         keys: those of rows that are encrypted.
@@ -281,7 +300,7 @@ class RowReader:
         self,
         opened: OpenedRank,
         staging: HostArea,
-        inbox: Box[ReadTask],
+        inbox: TurnBox[ReadTask],
         reports: TaskReports,
         *,
         open_shelf: Callable[[], Shelf],
@@ -319,17 +338,14 @@ class RowReader:
 
     def _has_more(self, fetch: BeginFetch) -> bool:
         """Whether rows of the same fetch wait, without which the fetch has no answer."""
-        try:
-            following = self._inbox.items[0]
-        except IndexError:
-            return False
+        following = self._inbox.first_item()
         return isinstance(following, ReadRow) and following.of is fetch
 
     def _begin(self, begun: BeginFetch) -> None:
-        """Put the fetch's rows before other fetches; refuse it if it does not fit into staging."""
+        """Put the fetch's rows before its tenant's others; refuse it if staging is too small."""
         tasks: list[ReadTask] = []
-        for place, offset in enumerate(self._offsets(begun.fetch)[:-1]):
-            tasks.append(ReadRow(begun, place, offset))
+        for place, (offset, end) in enumerate(pairwise(self._offsets(begun.fetch))):
+            tasks.append(ReadRow(begun, place, offset, end - offset))
         if not tasks or not self._fits(begun.fetch):
             self._reports.answer(FetchRefused(begun.fetch.number))
         else:

@@ -76,6 +76,8 @@ class FilesShelf:
         FormatError: it is of another version.
     """
 
+    cuts_writes = True
+
     def __init__(
         self, root: str | os.PathLike[str], direct_io: bool | Literal["auto"] = "auto"
     ) -> None:

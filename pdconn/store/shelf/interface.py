@@ -62,7 +62,13 @@ class StoredPart:
 
 
 class Shelf(Protocol):
-    """Rows by namespace and name.  A namespace is text of at most 64 letters, digits, ``-``."""
+    """Rows by namespace and name.  A namespace is text of at most 64 letters, digits, ``-``.
+
+    Attributes:
+        cuts_writes: whether a part may be written piece by piece at no cost to readers.
+    """
+
+    cuts_writes: bool
 
     # Rows
 

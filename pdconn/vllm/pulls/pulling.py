@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.planning import cover
 from pdconn.planning.plan import Need
 from pdconn.protocol.early import EarlyTicket, parse_early_ticket
@@ -39,7 +40,7 @@ from pdconn.vllm.metadata import PdMetadata, PdWorkerReport, ReadSpeed
 from pdconn.vllm.patches.pool.admitted_blocks import blocks_for, num_free_blocks
 from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
 from pdconn.vllm.patches.request_writes import ask_of_wrong_params
-from pdconn.vllm.prompt import parent_of
+from pdconn.vllm.prompt import is_prefetch, parent_of
 from pdconn.vllm.pulls.beside import BesideStore, LenderBandwidths
 from pdconn.vllm.pulls.patience import PrefixPatience
 from pdconn.vllm.pulls.pull_rules import PullRules
@@ -342,7 +343,8 @@ class Pulling(SchedulerPart):
         if self.store is not None:
             beside = self.store.join_pull(request, need, self._outlook(request, tracked))
         rest = need if beside is None else cover.rest_of(need, beside)
-        self._commands.append(ReadBlocks(name, rest, beside))
+        urgency = Urgency.PREFETCH if is_prefetch(request) else Urgency.PULL
+        self._commands.append(ReadBlocks(name, rest, beside, urgency))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
         """Blocks of a request whose pull was not reported yet, without holes."""

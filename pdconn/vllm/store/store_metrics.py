@@ -91,6 +91,11 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:store_load_failures",
         "Prefixes that could not be copied to KV blocks, per rank.",
     ),
+    "store_turns_overdue": (
+        "pdconn:store_turns_overdue",
+        "Rows of prefetches, and chunks of saves, that were moved although something more urgent "
+        "waited, since they had waited as long as they may, per rank.",
+    ),
     "store_rows_written": ("pdconn:store_rows_written", "Shares of rows written, per rank."),
     "store_bytes_written": ("pdconn:store_written_bytes", "Bytes written, per rank."),
     "store_heads_spilled": (

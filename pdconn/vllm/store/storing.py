@@ -40,6 +40,7 @@ from pdconn.vllm.metadata import PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.cache_resets import watch_resets
 from pdconn.vllm.patches.pool.pinned_blocks import NumberedPins
 from pdconn.vllm.patches.pool.state_blocks import end_pass_at
+from pdconn.vllm.prompt import is_prefetch
 from pdconn.vllm.scheduler_part import Matched, SchedulerPart
 from pdconn.vllm.store.boundary_states import StateGroups
 from pdconn.vllm.store.events import StoreEvents, event_groups
@@ -176,6 +177,7 @@ class Storing(SchedulerPart):
             cache_salt=request.cache_salt,
             may_load=not request.skip_reading_prefix_cache,
             reads_files=request.lora_request is not None,
+            is_prefetch=is_prefetch(request),
         )
 
     def _note_session(self, store: StoreScheduler, request: Any) -> KeepOrder | None:

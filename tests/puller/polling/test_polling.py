@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.puller.read_queue import ChunkSizer, PeerReadQueue
 from pdconn.puller.reads import JobResult, Read, TransportJobs
 from transport import Memory, PeerId, ReadStats, Settled, Spans
@@ -126,7 +127,7 @@ def test_the_wait_behind_another_chunk_is_no_part_of_the_pace() -> None:
     queue = PeerReadQueue(sizer)
     one = np.array([0], np.uint64)
     queue.add_read("r", PeerId("p"), Spans(one, one, np.array([3 * LEAST], np.uint64)))
-    chunks = [queue.next_chunk(), queue.next_chunk()]
+    chunks = [queue.next_chunk(Urgency.PULL), queue.next_chunk(Urgency.PULL)]
     for chunk, at in zip(chunks, (0.1, 0.2), strict=True):
         stats = ReadStats(LEAST, 1, 0.0, at)
         queue.chunk_settled(chunk, Settled(stats), 50.0 + at)

@@ -9,7 +9,14 @@ import pytest
 from msgspec import Raw
 from multidict import CIMultiDict
 
-from pdconn.protocol.keep import MAX_KEEP_S, MAX_SESSION, KeepOrder, SessionKey, keep_of
+from pdconn.protocol.keep import (
+    MAX_KEEP_S,
+    MAX_SESSION,
+    KeepOrder,
+    SessionKey,
+    is_prefetch,
+    keep_of,
+)
 from pdconn.router.openai import session_orders
 from pdconn.router.openai.bodies import decode_body, prefetch_body, prefill_body, release_body
 from pdconn.router.openai.requests import ParsedBody, Route, parse_any_body, parse_body
@@ -147,6 +154,8 @@ def test_what_the_router_writes_is_what_the_connector_reads() -> None:
     assert params["do_remote_prefill"] is True
     assert params["pdconn"]["version"] == 2
     assert "do_remote_decode" not in json.loads(prefetch_body(body))["kv_transfer_params"]
+    assert is_prefetch(json.loads(prefetch_body(body))["kv_transfer_params"])
+    assert not is_prefetch(json.loads(prefill_body(body))["kv_transfer_params"])
 
 
 def test_without_an_order_bodies_are_as_they_were() -> None:

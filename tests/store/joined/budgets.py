@@ -1,4 +1,4 @@
-"""A budget without an end, for tests of everything else."""
+"""Budgets: one without an end, for tests of everything else, and one that grants so much a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pdconn.threads import AmountBox
 class _Endless(AmountBox):
     """Gives whatever is taken."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.amount = 1 << 60
+
     def take_amount(self, amount: int) -> bool:
         return True
 
@@ -19,7 +23,7 @@ class EndlessBudget:
     """Grants everything, evicts nothing."""
 
     def __init__(self) -> None:
-        self.room = _Endless()
+        self.room: AmountBox = _Endless()
 
     def open_accounts(self, shelf: Any) -> None: ...
 
@@ -47,3 +51,13 @@ class EndlessBudget:
         return 0, 0
 
     def close(self) -> None: ...
+
+
+class GrantedBudget(EndlessBudget):
+    """Has room for what a test grants, and evicts nothing."""
+
+    def __init__(self) -> None:
+        self.room = AmountBox()
+
+    def release_bytes(self, nbytes: int) -> None:
+        self.room.add_amount(nbytes)

@@ -59,6 +59,7 @@ def keeper_on(opens: Callable[[], Shelf]) -> tuple[Keeper, KeeperLoop]:
         room=None,
         lookups=Box(),
         namespace="ns",
+        clock=time.monotonic,
     )
     return keeper, loop
 

@@ -58,6 +58,8 @@ class Rows:
 class RowsShelf:
     """The part of a shelf that ranks use."""
 
+    cuts_writes = True
+
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from pdconn.lifecycle.turns import MOST_WAIT_S, Urgency
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.footer import decode_note
 from pdconn.store.rank import row_writer
-from pdconn.store.rank.store import WRITER
+from pdconn.store.rank.copies import HostCopies
+from pdconn.store.rank.store import WRITER, RankStore
 from pdconn.store.rank_commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.store_errors import RowDamaged, ShelfFailure
 from pdconn.threads import RightOfWay
 from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine, fa, wa
-from tests.store.rank.shelves import Rows, ok
+from tests.store.rank.shelves import Rows, RowsShelf, ok
+from transport import Spans
 
 SHAPE = Shape(tp=2, heads=2)
+CHUNK = 12 << 10
+"""Of a save here: a row has some."""
 
 
 @pytest.fixture
@@ -159,51 +164,89 @@ def test_a_rank_whose_replicas_are_unknown_is_off_and_answers(rows: Rows) -> Non
         assert engine.fetch([fa(0)])[0].missing == (fa(0),)
 
 
-def rows_while_requests_wait(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Rows saved while requests wait for pulls, and then."""
-    monkeypatch.setattr(row_writer, "YIELD_S", 30.0)
+@dataclass
+class Pieces:
+    """Pieces of a save as the writer begins them: bytes copied, or 0 for a write."""
+
+    store: RankStore
+    waits_at: int
+    begun: list[int] = field(default_factory=list)
+
+    def begin(self, nbytes: int) -> None:
+        """A pull begins to wait while piece ``waits_at`` is moved."""
+        self.begun.append(nbytes)
+        if len(self.begun) == self.waits_at:
+            self.store.set_waiting(Urgency.PULL, is_loading=False)
+
+
+def pieces_while_a_pull_waits(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch, waits_at: int
+) -> tuple[list[int], int, list[int]]:
+    """Pieces begun while a pull waits, how many there are in all, and the bytes of each."""
+    monkeypatch.setitem(MOST_WAIT_S, Urgency.SAVE, PATIENCE_S)
+    monkeypatch.setattr(row_writer, "CHUNK_NBYTES", CHUNK)
     with StoredEngine(Shape(), rows, filled=True).opened() as engine:
         [store] = engine.stores
-        began, goes_on = threading.Event(), threading.Event()
+        pieces = Pieces(store, waits_at)
+        copy_out = HostCopies.copy_out
 
-        def before_begin(*_: object) -> None:
-            began.set()
-            goes_on.wait(PATIENCE_S)
+        def copies(self: HostCopies, spans: Spans) -> None:
+            pieces.begin(spans.total_bytes)
+            copy_out(self, spans)
 
-        rows.before_begin = before_begin
-        save = engine.start_save([fa(0), fa(1), fa(2)])
-        assert began.wait(PATIENCE_S)
-        store.set_waiting(True)
-        goes_on.set()
+        monkeypatch.setattr(HostCopies, "copy_out", copies)
+        rows.before_write = lambda *_: pieces.begin(0)
+        save = engine.start_save([fa(0), wa(0), fa(1)])
         give_up = time.monotonic() + PATIENCE_S
-        while not rows.notes[save.rows[0].part] and time.monotonic() < give_up:
-            time.sleep(0.005)
-        time.sleep(0.3)
-        during = sum(bool(rows.notes[row.part]) for row in save.rows)
-        store.set_waiting(False)
+        while len(pieces.begun) < waits_at and time.monotonic() < give_up:
+            time.sleep(0.001)
+        time.sleep(0.2)
+        during = pieces.begun[waits_at:]
+        store.set_waiting(None, is_loading=False)
         engine.noted(save)
-        return during, len(save.rows)
+        written = [nbytes for _, _, nbytes in rows.written]
+        for row in save.rows:
+            rows.commit(engine.opening, row, 1)
+        return during, len(pieces.begun), [*pieces.begun, *written]
 
 
-def test_a_save_delays_pulls_and_loads_by_one_row(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits_at", [1, 2, 7, 12])
+def test_a_save_delays_a_pull_by_one_chunk(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch, waits_at: int
 ) -> None:
-    assert rows_while_requests_wait(rows, monkeypatch) == (1, 3)
+    during, num_pieces, nbytes = pieces_while_a_pull_waits(rows, monkeypatch, waits_at)
+    assert during == []
+    assert num_pieces > waits_at
+    assert max(nbytes) <= CHUNK
 
 
-def test_that_law_notices_a_writer_that_does_not_give_way(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control."""
-    monkeypatch.setattr(RightOfWay, "give_way", lambda self, most_s: None)
-    assert rows_while_requests_wait(rows, monkeypatch) == (3, 3)
+@pytest.mark.parametrize("broken", ["never gives way", "whole rows"])
+def test_that_law_notices(broken: str, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: a writer that does not give way, and one that cuts nothing."""
+    if broken == "never gives way":
+        monkeypatch.setattr(RightOfWay, "give_way", lambda self, urgency: True)
+    else:
+        monkeypatch.setattr(Spans, "chunks", lambda self, nbytes: iter([self]))
+    during, _, nbytes = pieces_while_a_pull_waits(rows, monkeypatch, 1)
+    assert during or max(nbytes) > CHUNK
+
+
+def test_an_object_is_written_at_once(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_writer, "CHUNK_NBYTES", CHUNK)
+    monkeypatch.setattr(RowsShelf, "cuts_writes", False)
+    count = []
+    rows.before_write = lambda *_: count.append(1)
+    with StoredEngine(Shape(), rows, filled=True).opened() as engine:
+        engine.noted(engine.save([fa(0), fa(1)]))
+    assert len(count) == 2
 
 
 def test_saves_go_on_where_requests_always_wait(
     rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that are never read out would stay pinned."""
-    monkeypatch.setattr(row_writer, "YIELD_S", 0.01)
+    monkeypatch.setitem(MOST_WAIT_S, Urgency.SAVE, 0.01)
     with StoredEngine(Shape(), rows, filled=True).opened() as engine:
-        engine.stores[0].set_waiting(True)
+        engine.stores[0].set_waiting(Urgency.PULL, is_loading=False)
         engine.noted(engine.save([fa(0), fa(1)]))
+        assert engine.stores[0].take_rank_counts()["turns_overdue"] >= 2

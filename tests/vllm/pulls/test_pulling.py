@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdconn.lifecycle.turns import Urgency
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
@@ -69,8 +70,20 @@ def test_a_ticket_is_claimed_at_its_arrival_and_read_with_blocks() -> None:
     assert isinstance(read, ReadBlocks)
     assert (read.request, read.need.tokens) == ("d", (range(39),) * 2)
     assert read.need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
+    assert read.urgency is Urgency.PULL
     side.end_pull("d")
     assert len(side) == 0
+
+
+def test_a_prefetch_is_read_as_one() -> None:
+    side, asked = consumer(), request()
+    asked.kv_transfer_params["pdconn"]["prefetch"] = True
+    side.on_new_request(asked)
+    matched(side, asked, 0)
+    allocated(side, asked, BLOCKS, 39)
+    [_, read] = side.take_commands()
+    assert isinstance(read, ReadBlocks)
+    assert read.urgency is Urgency.PREFETCH
 
 
 def test_commands_reach_a_worker_in_another_process_as_they_were_made() -> None:

@@ -72,6 +72,8 @@ class ObjShelf(FilesShelf):
         StoreError: the root or the bucket cannot be used.
     """
 
+    cuts_writes = False  # each write is an object, and readers ask for each
+
     def __init__(
         self,
         root: str | os.PathLike[str],

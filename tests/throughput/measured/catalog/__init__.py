@@ -10,7 +10,7 @@
     handovers       what a user sees of a request that is handed over
     router          what the router costs and saves
     sessions        what sessions gain that are kept, and what others lose
-    stores          rows of a store in fewer bytes
+    stores          what stores cost pulls, and rows in fewer bytes
 
 To add one: write its entry below its theme, and list it in ``order``.
 """

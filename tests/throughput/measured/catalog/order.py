@@ -47,6 +47,7 @@ _LIST = (
     handovers.HANDOVER,
     handovers.FOLLOWED,
     handovers.HANDOVER_RESERVED,
+    stores.SAVES_BESIDE_PULLS,
     stores.COMPRESSION,
     stores.COMPRESSED,
 )

@@ -1,4 +1,4 @@
-"""Benchmarks of rows in fewer bytes: what could be had, and what a store has of it."""
+"""Benchmarks of what stores cost the pulls beside them, and of rows in fewer bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ def _cell(codec: str) -> str:
     alone = f"{{{codec}.codec_compress_gbps:2}}, {{{codec}.codec_decompress_gbps:2}}"
     return f"{{{codec}.least_ratio:.2f}}; {whole}; {alone}"
 
+
+SAVES_BESIDE_PULLS = Benchmark(
+    "saves_beside_pulls",
+    "What do saves to files cost the pulls beside them?",
+    "gpt-oss-20b's shape, 8,192 tokens through shared memory, from the first call to the report; a "
+    "rank in the puller's process saves rows of 9 MiB to files meanwhile, in chunks of 4 MiB. "
+    "Between two pulls it saves for as long as the last one took. 12 rounds of 25 pulls of each, "
+    "in turns; the ratio is the median of the rounds' ratios of medians.",
+    (Command("saves_beside_pulls", "python -m tests.throughput.store.saves_beside_pulls"),),
+    2,
+    (
+        Table(
+            ("saves_beside_pulls",),
+            "rows",
+            {"pulls": "{what:s}", "p50, ms": "{p50_s:ms3}", "p99, ms": "{p99_s:ms3}",
+             "p50 to alone": "**{ratio:.2f}**", "saved, GB/s": "{saved_gb_s:2}"},
+        ),
+    ),
+    packages=("numpy", "nixl"),
+    needs=(package("nixl"),),
+)  # fmt: skip
 
 COMPRESSION = Benchmark(
     "compression",

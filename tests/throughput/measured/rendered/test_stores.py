@@ -59,3 +59,19 @@ def test_compressed() -> None:
         | small | | {rest}
         """
     )
+
+
+def test_saves_beside_pulls() -> None:
+    rows = [
+        {"what": what, "pulls": 9, "p50_s": p50, "p99_s": 0.1234, "ratio": ratio,
+         "saved_gb_s": rate}
+        for what, p50, ratio, rate in (("alone", 0.002, 1.0, 0.0), ("beside", 0.003, 1.5, 0.456))
+    ]  # fmt: skip
+    assert made("saves_beside_pulls", saves_beside_pulls={"rows": rows}) == lines(
+        """
+        | pulls | p50, ms | p99, ms | p50 to alone | saved, GB/s |
+        | --- | --- | --- | --- | --- |
+        | alone | 2.00 | 123 | **1.00** | 0 |
+        | beside | 3.00 | 123 | **1.50** | 0.46 |
+        """
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
+from pdconn.store.budget.fair_room import FairRoom
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
 from pdconn.store.rank.tasks import ReadRow, RowReader
@@ -173,3 +174,13 @@ class Unyielding(PdconnConnector):
             parts = self._scheduler.parts
             parts.every = tuple(one for one in parts.every if one is not parts.waits)
             parts.asked = tuple(one for one in parts.asked if one is not parts.waits)
+
+
+class FirstComeSaves(PdconnConnector):
+    """Saves rows of whoever asks first while there is room."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        FairRoom.admits = (  # type: ignore[method-assign]
+            lambda self, tenant, nbytes, room, now: nbytes <= room
+        )
