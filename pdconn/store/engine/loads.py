@@ -159,6 +159,11 @@ class StagingSpace:
         self.placed[self._number] = load
         return self._number, at
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that no load has, in one piece or not."""
+        return self.nbytes - sum(end - at for at, end, _ in self._taken)
+
     def free_room(self, number: int) -> None:
         """Free the bytes of load ``number``."""
         del self.placed[number]
@@ -299,8 +304,12 @@ class Loads:
 
     def place(self, stored: StoredRequest, now: float) -> bool:
         """Fetch the rows of a request's load, if there is room for them now."""
-        load = stored.load
-        placed = self.staging.take_room(load, self.keeper.sizes.staging_nbytes(load.rows))
+        load, nbytes = stored.load, self.keeper.sizes.staging_nbytes(stored.load.rows)
+        # Prefetches leave half of the room to requests, but for one that has all of it to itself.
+        left = self.staging.free_nbytes - nbytes
+        if stored.is_prefetch and len(self.staging) and left < self.staging.nbytes // 2:
+            return False
+        placed = self.staging.take_room(load, nbytes)
         if placed is None:
             return False
         number, offset = placed

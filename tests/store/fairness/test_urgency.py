@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pdconn.lifecycle.load import LoadState
 from pdconn.lifecycle.turns import Urgency
 from pdconn.store.engine.beside import PullOutlook
+from pdconn.store.format.row import RowKind
 from pdconn.store.rank_commands import Fetch
-from tests.store.joined.rig import FakeEngine
+from tests.store.joined.rig import FakeEngine, Model
 from tests.store.joined.test_joined import SETTINGS, prompt
 
 TOKENS = prompt(1, 200)
@@ -61,3 +64,33 @@ def fetches(engine: FakeEngine, ask: Callable[[], object]) -> list[Fetch]:
 
     engine._until(is_found, lambda: None)
     return found
+
+
+@pytest.mark.parametrize("is_prefetch", [True, False], ids=["prefetches", "control"])
+def test_prefetches_leave_half_of_the_staging_area_to_requests(
+    is_prefetch: bool, tmp_path: Path
+) -> None:
+    """Room for four loads of 192 tokens, which the engine gives no blocks."""
+    engine = FakeEngine(replace(SETTINGS, root=str(tmp_path)), Model(windowed=()))
+    prompts = [prompt(seed, 200) for seed in range(4)]
+    try:
+        each = engine.store.loads.keeper.sizes.staging_nbytes([(RowKind.FA, 0)] * 3)
+        for tokens in prompts:
+            engine.run(tokens)
+        engine.settle()
+        space = engine.store.loads.staging
+        space.nbytes = 4 * each
+        for number, tokens in enumerate(prompts):
+            engine.store.on_new_request(
+                f"r{number}", tokens, 200, lambda: (), may_load=True, reads_files=False,
+                is_prefetch=is_prefetch,
+            )  # fmt: skip
+            for _ in range(100):
+                time.sleep(0.005)
+                engine.store.get_num_new_matched_tokens(f"r{number}", 200, 0)
+                engine.step()
+                if engine.store._requests[f"r{number}"].load.state is LoadState.FETCHED:
+                    break
+        assert len(space) == (2 if is_prefetch else 4)
+    finally:
+        engine.close()

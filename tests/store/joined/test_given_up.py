@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pdconn.store.engine import keeper_thread as keeper
 from pdconn.store.engine.keeper_thread import NOTES_S, Committer, SaveBatch
@@ -77,6 +78,16 @@ def test_rows_that_could_not_be_noted_hold_up_no_other(says_so: bool) -> None:
     assert saving.step(NOTES_S + 1.0) == ([] if says_so else list(range(6, 12)))
     assert len(saving.committer.pending.rows) == 0
     assert saving.committer.pending._not_saved == set()
+
+
+@pytest.mark.parametrize("tenant", [b"another.", b""], ids=["ours", "control"])
+def test_a_tenants_rows_are_committed_while_others_are_not_written(tenant: bytes) -> None:
+    """Ranks write tenants in turn, so a row may be written long before those saved earlier."""
+    saving = Saving()
+    name = replace(OTHER.name(RowKind.FA, 0), tenant=tenant)
+    saving.committer.pending.add_batch(SaveBatch("ns", [SaveRow(name, "p99")]))
+    saving.write(99)
+    assert saving.step(0.0) == ([0] if tenant else [])
 
 
 def test_what_is_said_of_rows_that_are_settled_is_forgotten() -> None:

@@ -7,12 +7,13 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from pdconn.lifecycle import turns
 from pdconn.lifecycle.turns import MOST_WAIT_S, Urgency
 from pdconn.store.format.row import RowKind, RowName
-from pdconn.store.rank_commands import Fetch
-from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine
+from pdconn.store.rank_commands import Fetch, SaveRow, SaveRows
+from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine, fa
 from tests.store.rank.shelves import Rows
 
 
@@ -128,3 +129,37 @@ def test_a_prefetch_waits_for_pulls_as_long_as_it_may(
         store.set_waiting(Urgency.PREFETCH, is_loading=True)
         engine.answer(0, engine._number - 1)
         assert "turns_overdue" not in store.take_rank_counts()
+
+
+def written(tenants: list[bytes]) -> list[bytes]:
+    """Tenants in the order in which saves of theirs are written, each of one row."""
+    rows, gate = Rows(), threading.Event()
+    order: list[bytes] = []
+
+    def note(writer: str, part: str) -> None:
+        order.append(tenants[int(part)])
+        assert gate.wait(PATIENCE_S)
+
+    rows.before_begin = note
+    with StoredEngine(Shape(), rows, filled=True).opened() as engine:
+        saves = []
+        for number, tenant in enumerate(tenants):
+            part = SaveRow(replace(fa(0), tenant=tenant), str(number))
+            saves.append(SaveRows(number, engine.side.tables, (part,)))
+            engine.post(saves[-1])
+            engine.stores[0].after_pass()
+        gate.set()
+        for save in saves:
+            engine.noted(save)
+    return order
+
+
+def test_tenants_take_turns_in_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the control: a writer to which all are one tenant."""
+    a, b = b"a.......", b"b......."
+    tenants = [*[a] * 8, b]
+    assert written(tenants).index(b) <= 2
+    monkeypatch.setattr(
+        "pdconn.store.rank.store.turn_of_save", lambda task: turns.TurnKey(Urgency.SAVE)
+    )
+    assert written(tenants).index(b) == 8
