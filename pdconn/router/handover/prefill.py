@@ -225,23 +225,26 @@ class Prefill:
         Raises:
             TimeoutError: the time is up.
         """
-        engine = tried.candidate.engine
-        is_last = not self.tries.has_other(Role.PREFILL, engine, tried.request)
-        if limit_s is None or not (self.patience.is_learned and is_last):
+        if limit_s is None or not self.patience.is_learned:
             async with asyncio.timeout(limit_s):
                 yield
             return
         async with asyncio.timeout(None) as in_time:
-            watching = asyncio.create_task(self._end_if_ill(engine, limit_s, in_time))
+            watching = asyncio.create_task(self._end_if_late(tried, limit_s, in_time))
             try:
                 yield
             finally:
                 watching.cancel()
 
-    async def _end_if_ill(self, engine: str, every_s: float, in_time: asyncio.Timeout) -> None:
+    async def _end_if_late(
+        self, tried: _PrefillTry, every_s: float, in_time: asyncio.Timeout
+    ) -> None:
+        engine = tried.candidate.engine
         while True:
             await asyncio.sleep(every_s)
-            if await self.tries.health.probe(engine) is not None:
+            # Only now: others may have gone down, or come up, meanwhile.
+            has_other = self.tries.has_other(Role.PREFILL, engine, tried.request)
+            if has_other or await self.tries.health.probe(engine) is not None:
                 in_time.reschedule(asyncio.get_running_loop().time())
                 return
 

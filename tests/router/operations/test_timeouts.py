@@ -166,6 +166,33 @@ async def test_the_last_prefill_is_waited_for_while_it_is_healthy(is_well: bool)
 
 
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("is_down", [True, False])
+@in_loop
+async def test_the_last_prefill_is_the_one_that_is_the_last_when_the_time_is_up(
+    is_down: bool,
+) -> None:
+    async with deployment(num_prefill=2) as d:
+        await taught(d)
+        before = [len(engine.seen) for engine in d.prefill]
+        for engine in d.prefill:
+            engine.computes.clear()
+        asked = asyncio.create_task(d.complete())
+        await until(lambda: [len(engine.seen) for engine in d.prefill] != before)
+        first, other = sorted(
+            d.prefill, key=lambda one: before[d.prefill.index(one)] - len(one.seen)
+        )
+        other.health_status = 503 if is_down else 200
+        await d.send("/health", method="GET")
+        assert d.metric("engine_up", role="prefill", engine=other.url) == (0 if is_down else 1)
+        await asyncio.wait([asked], timeout=4 * FLOOR_S)
+        assert bool(first.aborted) != is_down
+        for engine in d.prefill:
+            engine.computes.set()
+        assert (await asked).body == ANSWER
+        assert d.metric("direct_requests_total", reason="no_prefill_in_time") == 0
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("given", [{"prefill_timeout_s": math.inf}, {"retries": 0}])
 @in_loop
 async def test_without_a_limit_or_another_engine_prefill_takes_as_long_as_it_likes(given) -> None:
