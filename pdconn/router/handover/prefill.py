@@ -220,7 +220,9 @@ class Prefill:
         """Time out after ``limit_s``.
 
         By a learned limit the last engine that can be asked times out only while its ``/health``
-        fails: it may be busy, and what it has begun would be begun anew, or by decode.
+        fails: it may be busy, and what it has begun would be begun anew, or by decode.  So does a
+        request's next engine after one was late: if all are slower than they were, as under the
+        load of other routers, each would throw away what it has computed and be slower still.
 
         Raises:
             TimeoutError: the time is up.
@@ -239,11 +241,12 @@ class Prefill:
     async def _end_if_late(
         self, tried: _PrefillTry, every_s: float, in_time: asyncio.Timeout
     ) -> None:
-        engine = tried.candidate.engine
+        engine, request = tried.candidate.engine, tried.request
+        may_leave = not request.was_late(Role.PREFILL)
         while True:
             await asyncio.sleep(every_s)
             # Only now: others may have gone down, or come up, meanwhile.
-            has_other = self.tries.has_other(Role.PREFILL, engine, tried.request)
+            has_other = may_leave and self.tries.has_other(Role.PREFILL, engine, request)
             if has_other or await self.tries.health.probe(engine) is not None:
                 in_time.reschedule(asyncio.get_running_loop().time())
                 return

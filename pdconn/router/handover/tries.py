@@ -220,7 +220,7 @@ class EngineTries:
     ) -> EngineFailure:
         """Note a failure (``engine_failed``) of a request that goes on to another engine."""
         is_broken = isinstance(error, ConnectionLost) and not isinstance(error, _HARMLESS)
-        request.note(Failed(engine, role, is_broken))
+        request.note(Failed(engine, role, is_broken, isinstance(error, EngineTimedOut)))
         return self.engine_failed(role, engine, request.request_id, error)
 
     def refused_request(

@@ -189,11 +189,15 @@ class Streamed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """An engine has failed the request in a role; ``is_broken``: the request may be the cause."""
+    """An engine has failed the request in a role.
+
+    ``is_broken``: the request may be the cause; ``is_late``: it was only too slow.
+    """
 
     engine: str
     role: Role
     is_broken: bool
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

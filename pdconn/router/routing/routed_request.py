@@ -274,6 +274,10 @@ class RoutedRequest:
     def _broken(self, role: Role) -> set[str]:
         return {one.engine for one in self._failures() if one.role is role and one.is_broken}
 
+    def was_late(self, role: Role) -> bool:
+        """Whether an engine was too slow for the request in a role, and was left."""
+        return any(one.role is role and one.is_late for one in self._failures())
+
     def _failures(self) -> Iterator[Failed]:
         return (event for event in self.events if type(event) is Failed)
 

@@ -193,6 +193,27 @@ async def test_the_last_prefill_is_the_one_that_is_the_last_when_the_time_is_up(
 
 
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("stands_still", [False, True])
+@in_loop
+async def test_if_all_prefills_are_slow_a_request_leaves_one_of_them_and_no_more(
+    stands_still: bool,
+) -> None:
+    """Each would throw away what it has computed, and all would be slower still."""
+    async with deployment(num_prefill=4, health_timeout_s=0.2) as d:
+        await taught(d)
+        for engine in d.prefill:
+            engine.computes.clear()
+            engine.health_status = 503 if stands_still else 200
+        asked = asyncio.create_task(d.complete())
+        done, _ = await asyncio.wait([asked], timeout=6 * FLOOR_S)
+        left = sum(d.metric("retries_total", role="prefill", engine=one.url) for one in d.prefill)
+        assert (bool(done), left) == ((True, 4) if stands_still else (False, 1))
+        for engine in d.prefill:
+            engine.computes.set()
+        assert (await asked).body == ANSWER
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("given", [{"prefill_timeout_s": math.inf}, {"retries": 0}])
 @in_loop
 async def test_without_a_limit_or_another_engine_prefill_takes_as_long_as_it_likes(given) -> None:
