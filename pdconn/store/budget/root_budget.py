@@ -201,12 +201,7 @@ class Evictor:
 
     def _tree_of(self, rows: list[StoredRow]) -> RowTree:
         now = self._now()
-        believed = (
-            row if (used_at := believed_use(row.used_at, now)) == row.used_at
-            else replace(row, used_at=used_at)
-            for row in rows
-        )  # fmt: skip
-        return RowTree(believed, by_tenant=self._quota is not None)
+        return RowTree((row.believed(now) for row in rows), by_tenant=self._quota is not None)
 
     def bytes_by_label(self) -> dict[str, int]:
         """Bytes of rows by tenant; none without quotas, or where another process evicts."""

@@ -17,7 +17,7 @@ Errors: :class:`RowMissing`, :class:`ShelfFailure`; a shelf raises nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -35,6 +35,11 @@ class StoredRow:
     name: RowName
     nbytes: int
     used_at: float
+
+    def believed(self, now: float) -> StoredRow:
+        """The row with the use that counts: see :func:`believed_use`."""
+        used_at = believed_use(self.used_at, now)
+        return self if used_at == self.used_at else replace(self, used_at=used_at)
 
 
 MOST_AHEAD_S = 2 * 86_400.0

@@ -92,6 +92,14 @@ def test_a_full_row_is_as_young_as_its_window(root: Path, run: Run) -> None:
     assert (one["longest_prefix_tokens"], one["wa"]["rows"]) == (5 * BLOCK, 1)
 
 
+@pytest.mark.parametrize(("ahead_s", "removed"), [(1e8, 1), (3600.0, 0)])
+def test_a_use_in_a_far_future_keeps_no_row_and_one_for_a_session_does(
+    ahead_s: float, removed: int, root: Path, run: Run
+) -> None:
+    os.utime(file_of(root, windows(CHAIN, [4])[0]), (time.time() + ahead_s,) * 2)
+    assert asked(run, "drop", root, "--older", "7d", "--yes")["removed"]["rows"] == removed
+
+
 def test_older_and_namespace_are_both_obeyed(root: Path, run: Run) -> None:
     old = time.time() - 9 * DAY_S
     save(root, full(CHAIN, range(2)), namespace="other", used_at=old)

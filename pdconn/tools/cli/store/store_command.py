@@ -230,7 +230,7 @@ def _drop(args: argparse.Namespace) -> int:
     with open_existing(args.root) as shelf:
         rows = rows_of(shelf, args.namespace)
         if older_s is not None:
-            rows = _unused(rows, time.time() - older_s)
+            rows = _unused(rows, older_s, time.time())
         wanted = RowAmount.from_rows(rows)
         if not args.yes:
             return _would_drop(args, wanted)
@@ -253,12 +253,14 @@ def _removed(args: argparse.Namespace, shelf: Shelf, rows: Sequence[StoredRow]) 
         progress.erase()
 
 
-def _unused(rows: Sequence[StoredRow], used_before: float) -> list[StoredRow]:
-    """Rows that were not used since, by namespace."""
+def _unused(rows: Sequence[StoredRow], older_s: float, now: float) -> list[StoredRow]:
+    """Rows that were not used for so long, by namespace."""
     by_namespace: dict[str, list[StoredRow]] = {}
     for row in rows:
-        by_namespace.setdefault(row.namespace, []).append(row)
-    return [row for some in by_namespace.values() for row in rows_older_than(some, used_before)]
+        # As engines evict: a use in a far future is none, and would keep a row for ever.
+        by_namespace.setdefault(row.namespace, []).append(row.believed(now))
+    found = (rows_older_than(some, now - older_s) for some in by_namespace.values())
+    return [row for some in found for row in some]
 
 
 def _seconds(text: str) -> float:
