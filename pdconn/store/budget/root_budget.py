@@ -118,7 +118,9 @@ LISTING_S = 120.0
 """Between listings, while rows have to go."""
 
 _SOON_S = 5.0
-"""Between listings that found nothing to remove but what is kept."""
+_OF_LISTING = 4
+"""Between listings that found nothing to remove but what is kept: seconds at least, and how many
+times what a listing takes, as nobody saves anything meanwhile."""
 
 _STEP_S = 0.2
 _WARN_S = 60.0
@@ -160,6 +162,7 @@ class Evictor:
         self._lock: int | None = None
         self._tree: RowTree | None = None
         self._listed_at = self._warned_at = float("-inf")
+        self._fresh_s = _SOON_S
         self._num_failed = 0
         self._has_met_gone = False
         self.evicted_nbytes = self.num_evicted = 0
@@ -184,10 +187,12 @@ class Evictor:
         # With quotas the tree is made at once: it says what each tenant holds.
         if not usage.is_known or not (is_full or (self._quota and self._tree is None)):
             return []
-        if self._tree is None or self._is_due(self._tree, self._clock()):
+        now = self._clock()
+        if self._tree is None or self._is_due(self._tree, now):
             self._tree = self._tree_of(self._accounts.list_rows(shelf))
             # Its end: one that takes long would never be fresh enough to remove what is kept.
             self._listed_at = self._clock()
+            self._fresh_s = min(max(_SOON_S, _OF_LISTING * (self._listed_at - now)), LISTING_S)
             usage = self._accounts.usage()
         done, tree = _Freeing(self._clock() + _STEP_S), self._tree
         wa_excess, missing = self._wa_excess(usage), self._missing(usage)
@@ -237,7 +242,7 @@ class Evictor:
                 self._tree.add_row(row)
 
     def _is_due(self, tree: RowTree, now: float) -> bool:
-        pause_s = _SOON_S if tree.victim() is None else LISTING_S
+        pause_s = self._fresh_s if tree.victim() is None else LISTING_S
         return now - self._listed_at >= pause_s
 
     def _missing(self, usage: Usage) -> int:
@@ -291,7 +296,7 @@ class Evictor:
     def _may_go(self, tree: RowTree, place: Place) -> bool:
         """Whether a victim may go: a kept one only by a listing that is fresh."""
         # A promise may have ended since the listing, and its rows go before others that are kept.
-        if tree.last_use(place) <= self._now() or self._clock() - self._listed_at < _SOON_S:
+        if tree.last_use(place) <= self._now() or self._clock() - self._listed_at < self._fresh_s:
             return True
         self._listed_at = float("-inf")
         return False

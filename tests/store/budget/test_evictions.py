@@ -166,8 +166,10 @@ class SlowRows(MemoryShelf):
     def __init__(self, root: Root, seconds: float) -> None:
         super().__init__(root.rows)
         self._root, self._seconds = root, seconds
+        self.num_listed = 0
 
     def rows(self, namespace: str | None = None) -> Iterator[StoredRow]:
+        self.num_listed += 1
         self._root.now += self._seconds
         return super().rows(namespace)
 
@@ -179,6 +181,24 @@ def test_kept_rows_give_way_however_long_a_listing_takes(root: Root, seconds: fl
         root.shelf.touch("ns", [name], root.now + 10_000.0 - number)
     root.shelf = SlowRows(root, seconds)
     assert [row for _ in range(3) for row in root.step()] == names[-1:]
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 11), (10.0, 3)])
+def test_a_root_of_kept_rows_is_not_listed_most_of_the_time(
+    root: Root, seconds: float, most: int
+) -> None:
+    """Others cannot save anything while it is."""
+    names = [root.save(number) for number in range(16)]
+    for number, name in enumerate(names):
+        root.shelf.touch("ns", [name], root.now + 10_000.0 - number)
+    root.shelf = shelf = SlowRows(root, seconds)
+    until = root.now + 60.0
+    while root.now < until:
+        root.now += 1.0
+        for _ in root.step():
+            name = root.save(int(root.now))
+            root.shelf.touch("ns", [name], root.now + 20_000.0)
+    assert 1 < shelf.num_listed <= most
 
 
 def test_rows_of_others_are_known_at_once(root: Root) -> None:
