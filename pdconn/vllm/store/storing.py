@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -60,10 +61,34 @@ _PINNED_SHARE = 4
 class SavePins(NumberedPins):
     """Blocks that are pinned while their rows are being saved, by number of the save."""
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no further rows are saved, since too many blocks are pinned."""
-        return bool(self.num_blocks * _PINNED_SHARE > self.pool.num_gpu_blocks)
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_save: dict[int, tuple[str | None, int]] = {}
+        self._of_tenant: Counter[str | None] = Counter()
+
+    def pin_saved(self, number: int, ids: Iterable[int], tenant: str | None) -> None:
+        """Pin the blocks of a tenant's save."""
+        before = self.num_blocks
+        self.pin_blocks(number, ids)
+        self._of_save[number] = tenant, self.num_blocks - before
+        self._of_tenant[tenant] += self.num_blocks - before
+
+    def unpin_blocks(self, number: int) -> None:
+        """Unpin the blocks of a save.  Idempotent."""
+        super().unpin_blocks(number)
+        tenant, count = self._of_save.pop(number, (None, 0))
+        self._of_tenant[tenant] -= count
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+    def is_full(self, tenant: str | None, num_tenants: int) -> bool:
+        """Whether no further rows of a tenant are saved, since too many blocks are pinned.
+
+        Of a quarter of the blocks each tenant has its share, whoever comes first.
+        """
+        most = self.pool.num_gpu_blocks
+        is_over = self._of_tenant[tenant] * _PINNED_SHARE * num_tenants > most
+        return is_over or bool(self.num_blocks * _PINNED_SHARE > most)
 
 
 @dataclass(slots=True)
@@ -105,6 +130,7 @@ class Storing(SchedulerPart):
         self._splits = UNSPLIT
         self._states = StateGroups()
         self._requests: dict[str, _KnownRequest] = {}
+        self._tenants: Counter[str | None] = Counter()
         self._pins = SavePins()
         self._gauges: dict[str, int] = {}
 
@@ -168,7 +194,9 @@ class Storing(SchedulerPart):
         order = self._note_session(self._store, request)
         if not has_keys(request):
             return
+        self._forget(request.request_id)
         self._requests[request.request_id] = _KnownRequest(request, order)
+        self._tenants[request.cache_salt] += 1
         self._store.on_new_request(
             request.request_id,
             request.all_token_ids,
@@ -270,15 +298,16 @@ class Storing(SchedulerPart):
             known = self._requests.get(request_id)
             if known is None or state is None or known.is_mixed:
                 continue
-            if self._pins.is_full:
-                break
+            tenant = known.request.cache_salt
+            if self._pins.is_full(tenant, len(self._tenants)):
+                continue
             before = known.request.num_computed_tokens
             passed = range(before, before + count)
             ids = partial(self._ids_of, state, known, passed)
             saved = self._store.save_pass(request_id, passed.start, passed.stop, ids)
             if saved is None:
                 continue
-            self._pins.pin_blocks(saved.number, self._splits.of_engine(saved.blocks))
+            self._pins.pin_saved(saved.number, self._splits.of_engine(saved.blocks), tenant)
             if self._events is not None:
                 self._events.note_saving(known.request, saved.rows)
         return self._store.take_commands()
@@ -317,7 +346,7 @@ class Storing(SchedulerPart):
         Returns:
             Parameters that tell whether they are kept, and why earlier ones are gone.
         """
-        known = self._requests.pop(request.request_id, None)
+        known = self._forget(request.request_id)
         if known is None or self._store is None:
             return None
         kept = None
@@ -327,6 +356,17 @@ class Storing(SchedulerPart):
             kept = kept_rows_params(known.order.key.session, kept=is_kept, broken=broken)
         self._store.request_finished(request.request_id)
         return kept
+
+    def _forget(self, request_id: str) -> _KnownRequest | None:
+        """Drop a request; returns what was known of it."""
+        known = self._requests.pop(request_id, None)
+        if known is None:
+            return None
+        tenant = known.request.cache_salt
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        return known
 
     # Resets and weights
 

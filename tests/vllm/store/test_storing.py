@@ -90,9 +90,9 @@ def request(**changes: Any) -> Any:
     return made
 
 
-def step(store: Any) -> None:
+def step(store: Any, name: str = "r") -> None:
     state = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 0, 5],))
-    output = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"r": 2})
+    output = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={name: 2})
     store.build_connector_meta(output, PdMetadata())
 
 
@@ -156,6 +156,32 @@ def test_requests_without_keys_are_not_saved(store: Any) -> None:
     store.on_new_request(request(pooling_params=object()))
     step(store)
     assert not store._pins.pool.pinned()
+
+
+@pytest.mark.parametrize(
+    ("salt", "saved"), [("theirs", (5, 4)), (None, (9, 0))], ids=["ours", "control"]
+)
+def test_each_tenant_that_is_there_has_its_share_of_that_quarter(
+    salt: str | None, saved: tuple[int, int], store: Any
+) -> None:
+    """One that floods leaves a share to another; the control: requests of one tenant."""
+    store.on_new_request(request(request_id="other", cache_salt=salt))
+    counts = []
+    for name in ("r", "other"):
+        before = store._store.number
+        for _ in range(50):
+            step(store, name)
+        counts.append(store._store.number - before)
+    assert tuple(counts) == saved
+    finished(store, request(request_id="other", cache_salt=salt))
+    for _ in range(50):
+        step(store)
+    assert store._store.number == 9, "alone it has all of it"
+    store.note_results(list(range(1, 10)))
+    finished(store, request())
+    assert not store._tenants
+    assert not store._pins._of_tenant
+    assert not store._pins._of_save
 
 
 def test_rows_are_made_of_kernel_blocks_and_the_engines_blocks_are_pinned(store: Any) -> None:
