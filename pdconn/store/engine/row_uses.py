@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,14 +44,16 @@ from pdconn.store.budget.row_tree import TouchedRows
 from pdconn.store.engine.lookups import Catalogue, Extras
 from pdconn.store.format.prompt_rows import Chain, find_boundary, rows_needed
 from pdconn.store.format.row import RowKind, RowName, StoreLayout
-from pdconn.store.shelf.interface import Shelf
+from pdconn.store.shelf.interface import SAME_USE_S, Shelf
 from pdconn.store.store_errors import StoreError
 
 log = logging.getLogger(__name__)
 
 _RENEW_S = 0.5
 _RENEWED_AT_ONCE = 256
-"""How often kept rows are looked at, and how many of them at a time, in turns."""
+_RENEW_FOR_S = 0.05
+"""How often kept rows are looked at, how many of them at a time, in turns, and for how long: each
+look is a round trip to the server of a network's file system, and commits wait meanwhile."""
 
 
 class RowUse:
@@ -164,17 +166,18 @@ class _Marks:
             uses[kept.until].append(row)
         return mark.until, uses
 
-    def take_due(self, now: float) -> list[tuple[RowName, float]]:
+    def take_due(self, clock: Callable[[], float]) -> Iterator[tuple[RowName, float]]:
         """Some of the rows, in turns, and until when they are kept."""
-        if now - self._renewed_at < _RENEW_S:
-            return []
-        self._renewed_at = now
-        due = []
+        began = clock()
+        if began - self._renewed_at < _RENEW_S:
+            return
+        self._renewed_at = began
         for _ in range(min(_RENEWED_AT_ONCE, len(self._rows))):
             row = next(iter(self._rows))
             self._rows.move_to_end(row)
-            due.append((row, self._rows[row].until))
-        return due
+            yield row, self._rows[row].until
+            if clock() - began >= _RENEW_FOR_S:
+                return
 
 
 class RowUses:
@@ -299,11 +302,13 @@ class RowUses:
         """Mark some of the kept rows anew, in turns, and break promises whose rows are gone."""
         gone = []
         try:
-            for row, until in self._marks.take_due(self._clock()):
-                if shelf.used_at(self._namespace, row) is not None:
+            for row, until in self._marks.take_due(self._clock):
+                seen = shelf.used_at(self._namespace, row)
+                if seen is None:
+                    if row not in saving:
+                        gone.append(row)
+                elif abs(seen - until) >= SAME_USE_S:
                     shelf.touch(self._namespace, [row], until)
-                elif row not in saving:
-                    gone.append(row)
         except StoreError as error:
             log.debug("pdconn: store: kept rows not looked at: %s", error)
         self.note_gone(shelf, gone)

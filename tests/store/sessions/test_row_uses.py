@@ -24,10 +24,21 @@ BLOCKS = 3
 FIRST, SECOND, THIRD = (SessionKey("t", name) for name in "123")
 
 
-class FailingShelf(MemoryShelf):
-    """A shelf whose next notes of uses fail."""
+class SlowShelf(MemoryShelf):
+    """A shelf whose next notes of uses fail, and that takes its time to look at a row."""
 
     failures = 0
+    look_s = 0.0
+
+    def __init__(self, made: Uses) -> None:
+        super().__init__(MemoryRows(lambda: made.now))
+        self._made = made
+        self.looked: list[RowName] = []
+
+    def used_at(self, namespace: str, name: RowName) -> float | None:
+        self._made.now += self.look_s
+        self.looked.append(name)
+        return super().used_at(namespace, name)
 
     def touch(self, namespace: str, names: Sequence[RowName], at: float | None = None) -> None:
         if self.failures:
@@ -41,7 +52,7 @@ class Uses:
 
     def __init__(self) -> None:
         self.now = 1e6
-        self.shelf = FailingShelf(MemoryRows(lambda: self.now))
+        self.shelf = SlowShelf(self)
         self.uses = RowUses(LAYOUT, SIZES, self, lambda: self.now, lambda: self.now)
         self._numbers = count()
 
@@ -108,6 +119,21 @@ def test_the_marks_of_what_is_given_up_for_a_promise_end_though_it_cannot_be_not
     made.keep(SECOND, 0)
     assert [made.is_kept(prompt) for prompt in range(3)] == [False, False, False]
     assert len(made.uses._marks) == 0
+
+
+def test_a_slow_shelf_is_looked_at_a_little_at_a_time_and_every_row_in_turn(made: Uses) -> None:
+    made.keep(FIRST, 0)
+    made.keep(SECOND, 1)
+    rows = {row for prompt in (0, 1) for row in made.rows_of(prompt)}
+    made.shelf.look_s = 0.03
+    made.shelf.looked.clear()
+    for _ in range(len(rows)):
+        made.now += 1.0
+        began = made.now
+        made.uses.renew_marks(made.shelf, ())
+        assert made.now - began < 0.1, "commits wait"
+    assert set(made.shelf.looked) == rows
+    assert len(made.shelf.looked) == 2 * len(rows), "two a time, each once"
 
 
 def test_rows_that_many_sessions_share_take_no_longer_than_others() -> None:
