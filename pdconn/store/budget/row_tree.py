@@ -13,6 +13,7 @@ one tenant, so this holds also where rows of some tenants alone are taken.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,6 +192,10 @@ class TouchedRows:
 
     def __contains__(self, row: RowName) -> bool:
         return row in self._touched
+
+    def last_use(self, row: RowName) -> float:
+        """When a use of the row was to be noted last; minus infinity if none was, or long ago."""
+        return self._touched.get(row, -math.inf)
 
     def take_due(self, rows: Sequence[RowName], now: float) -> list[RowName]:
         """Those of ``rows`` whose use is to be noted now."""

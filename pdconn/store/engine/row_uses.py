@@ -24,7 +24,7 @@ that is still being saved is marked when it is committed.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -149,21 +149,21 @@ class _Marks:
         kept = self._rows.get(row)
         return None if kept is None else kept.until
 
-    def end_mark(self, number: int) -> tuple[float, dict[float, list[RowName]]]:
-        """The use that was noted for a promise, and those that count now, with their rows."""
+    def end_mark(self, number: int) -> tuple[float, list[tuple[RowName, float]]]:
+        """The use that was noted for a promise, and its rows with those that count now."""
         mark = self._marks.pop(number)
-        uses: dict[float, list[RowName]] = defaultdict(list)
+        uses: list[tuple[RowName, float]] = []
         for row in mark.rows:
             kept = self._rows[row]
             kept.numbers.discard(number)
             if not kept.numbers:
                 del self._rows[row]
-                uses[mark.before].append(row)
+                uses.append((row, mark.before))
                 continue
             # Only then: a thousand sessions may share the rows of a system prompt.
             if mark.until == kept.until:
                 kept.until = max(self._marks[one].until for one in kept.numbers)
-            uses[kept.until].append(row)
+            uses.append((row, kept.until))
         return mark.until, uses
 
     def take_due(self, clock: Callable[[], float]) -> Iterator[tuple[RowName, float]]:
@@ -359,9 +359,12 @@ class RowUses:
     def _unpin(self, shelf: Shelf, number: int) -> None:
         """Rows are kept no longer than for other promises of ours; a mark of others stays."""
         until, uses = self._marks.end_mark(number)
-        for used_at, rows in uses.items():
+        time_of_day = self._now() - self._clock()
+        for row, used_at in uses:
+            # Loads since the promise was made: the mark was later than they are.
+            at = max(used_at, self._touched.last_use(row) + time_of_day)
             try:
-                shelf.move_use(self._namespace, rows, until, used_at)
+                shelf.move_use(self._namespace, [row], until, at)
             except StoreError as error:
                 log.debug("pdconn: store: use not noted: %s", error)
 

@@ -11,7 +11,15 @@ import pytest
 from pdconn.lifecycle.promises import BreakReason, PromiseLimits
 from pdconn.protocol.keep import SessionKey
 from pdconn.store.engine.lookups import Catalogue, RowsStored
-from pdconn.store.engine.row_uses import RowUse, RowUses, SessionReleased, TurnEnded, _Mark, _Marks
+from pdconn.store.engine.row_uses import (
+    RowsUsed,
+    RowUse,
+    RowUses,
+    SessionReleased,
+    TurnEnded,
+    _Mark,
+    _Marks,
+)
 from pdconn.store.format.footer import row_sizes
 from pdconn.store.format.prompt_rows import Chain, pieces
 from pdconn.store.format.row import RowKind, RowName
@@ -119,6 +127,22 @@ def test_the_marks_of_what_is_given_up_for_a_promise_end_though_it_cannot_be_not
     made.keep(SECOND, 0)
     assert [made.is_kept(prompt) for prompt in range(3)] == [False, False, False]
     assert len(made.uses._marks) == 0
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_rows_that_are_loaded_while_they_are_kept_count_as_used_then(
+    is_loaded: bool, made: Uses
+) -> None:
+    ended, loaded = made.now, made.now + 600.0
+    made.keep(FIRST, 0)
+    made.now = loaded
+    if is_loaded:
+        made.note(RowsUsed(made.rows_of(0)))
+    assert made.is_kept(0)
+    made.now = ended + 1000.0
+    made.uses.follow(made.shelf, "ns")
+    used = {made.shelf.used_at("ns", row) for row in made.rows_of(0)}
+    assert used == {loaded if is_loaded else ended}
 
 
 def test_a_slow_shelf_is_looked_at_a_little_at_a_time_and_every_row_in_turn(made: Uses) -> None:
