@@ -18,7 +18,12 @@ from collections.abc import Callable, Mapping
 
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.engine_client import (
+    ConnectFailed,
+    ConnectionLost,
+    EngineClient,
+    OutOfResources,
+)
 from pdconn.router.fleet.engine_registry import EngineRegistry, Outage
 from pdconn.router.fleet.member import Role
 
@@ -26,6 +31,9 @@ log = logging.getLogger(__name__)
 
 #: Time-out of ``/health``; a slower engine is not healthy.
 PROBE_TIMEOUT_S = 2.0
+
+#: The reason for an engine that could not be probed: nothing is known of it.
+_NOT_ASKED = "this process has no resources left to ask /health with"
 
 #: The reason for an engine that joined during a round of probes.
 _NOT_PROBED = "not probed yet"
@@ -90,7 +98,7 @@ class Health:
 
     async def _examine(self, engine: str, why: str, request_id: str) -> None:
         try:
-            found = await self.probe(engine)
+            found = await self.why_ill(engine)
         finally:
             self._suspected.discard(engine)
         if found is not None:
@@ -152,6 +160,11 @@ class Health:
             log.info("pdconn: engine up engine=%s", engine)
             self.when_up(engine)
 
+    async def why_ill(self, engine: str) -> str | None:
+        """Why an engine is not healthy; None if it is, or if this process cannot ask it."""
+        found = await self.probe(engine)
+        return None if found == _NOT_ASKED else found
+
     async def probe(self, engine: str) -> str | None:
         """Request one engine's ``/health``: None if healthy, else the reason."""
         try:
@@ -161,6 +174,8 @@ class Health:
                     return None if answer.status == 200 else f"/health answered {answer.status}"
         except TimeoutError:
             return self._silent
+        except OutOfResources:
+            return _NOT_ASKED
         except (ConnectFailed, ConnectionLost) as error:
             return str(error)
 
@@ -183,9 +198,9 @@ class Health:
         return reasons
 
     def report_failed(self, reasons: Mapping[str, str | None], request_id: str) -> None:
-        """Mark engines that ``/health`` shows as down; a slow answer alone does not count."""
+        """Mark engines that ``/health`` shows as down; neither a slow answer counts nor none."""
         for engine, why in reasons.items():
-            if why is not None and why not in (self._silent, _NOT_PROBED):
+            if why is not None and why not in {self._silent, _NOT_PROBED, _NOT_ASKED}:
                 self.report_down(engine, why, request_id)
 
     async def page(self, *, name_engines: bool) -> dict[str, object]:

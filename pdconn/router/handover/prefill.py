@@ -247,7 +247,7 @@ class Prefill:
             await asyncio.sleep(every_s)
             # Only now: others may have gone down, or come up, meanwhile.
             has_other = may_leave and self.tries.has_other(Role.PREFILL, engine, request)
-            if has_other or await self.tries.health.probe(engine) is not None:
+            if has_other or await self.tries.health.why_ill(engine) is not None:
                 in_time.reschedule(asyncio.get_running_loop().time())
                 return
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdconn.router.fleet.engine_client import EngineClient
+from pdconn.router.fleet.engine_client import ConnectFailed, EngineClient, OutOfResources
 from pdconn.router.fleet.engine_registry import Changes, EngineRegistry
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Member, Role
@@ -320,3 +320,23 @@ async def test_an_engine_that_went_and_then_died_is_ignored(caplog):
         assert old.url.encode() not in page.body
         health = json.loads((await d.send("/health", method="GET")).body)
         assert [line["engine"] for line in health["decode"]] == [new.url]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@in_loop
+async def test_an_engine_is_not_down_because_this_process_cannot_ask_it(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_engines(1) as (fake,):
+        engines = EngineRegistry.from_members(fleet(fake.url))
+        async with health_of(engines) as (health, _):
+
+            async def cannot_ask(*args: object) -> object:
+                raise (OutOfResources if is_ours else ConnectFailed)("EMFILE")
+
+            monkeypatch.setattr(EngineClient, "get_page", cannot_ask)
+            health.suspect(fake.url, "no ticket within 3 s", "r")
+            await until(lambda: not health._suspected)
+            await health.page(name_engines=True)
+            assert (engines.outage(fake.url) is None) == is_ours
+            assert await health.probe(fake.url) is not None, "nor is it up"
