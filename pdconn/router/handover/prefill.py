@@ -205,7 +205,7 @@ class Prefill:
         """
         engine, began_s = tried.candidate.engine, time.perf_counter()
         _, in_flight = self.router.loads.inflight.requests_at(engine)
-        limit_s = self.patience.limit_s(engine, in_flight)
+        limit_s = self.patience.limit_s(engine, in_flight, tried.candidate.held_or_pulled)
         try:
             async with self._limited(tried, limit_s):
                 answer = await self._ask_lending(tried)

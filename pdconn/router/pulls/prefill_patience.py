@@ -23,6 +23,9 @@ from pdconn.router.pulls.rates import Lines
 
 MULTIPLE = 8.0
 """A limit is so many times the expected time; other routers' requests may be in the way."""
+MULTIPLE_UNHELD = 2.0
+"""Nor is a limit below so many times the expected time if the engine held nothing of the prompt,
+which was only believed: its cache may have been reset, or be too small."""
 FLOOR_S = 3.0
 """No limit is shorter: an engine that compiles or collects garbage stands still for a while."""
 LEAST_SEEN = 8
@@ -55,12 +58,13 @@ class PrefillPatience:
         """Whether limits are learned; then an engine that is healthy, and the last, has none."""
         return self._timeout_s is None
 
-    def limit_s(self, engine: str, tokens: int) -> float | None:
+    def limit_s(self, engine: str, tokens: int, held: int = 0) -> float | None:
         """Seconds that an engine may take; None without a limit.
 
         Args:
             engine: its URL.
             tokens: prompt tokens in flight there, with those of the request.
+            held: tokens of the request that are not among them, as it is believed to hold them.
 
         >>> PrefillPatience(2.0, lambda: 0.0).limit_s("http://p", 9)
         2.0
@@ -70,7 +74,8 @@ class PrefillPatience:
         line = self._lines.line_of(engine, self._clock())
         if line.num_seen < LEAST_SEEN or tokens > FARTHEST * self._seen[engine][0]:
             return None
-        return max(FLOOR_S, MULTIPLE * line.seconds_for(tokens))
+        unheld_s = line.seconds_for(tokens + held)
+        return max(FLOOR_S, MULTIPLE * line.seconds_for(tokens), MULTIPLE_UNHELD * unheld_s)
 
     def learn(self, engine: str, tokens: int, seconds: float) -> None:
         """An engine has answered a request after so many seconds."""

@@ -62,6 +62,19 @@ def test_what_waits_there_counts_as_well() -> None:
     assert busy_s > 20 * idle_s
 
 
+@given(st.integers(0, 4000), st.integers(0, 1_000_000))
+def test_an_engine_has_the_time_for_what_it_was_wrongly_believed_to_hold(
+    asked: int, held: int
+) -> None:
+    engine = Engine(0.02, 1 / 20_000)
+    engine.serve(*USUAL)
+    limit_s, usual_s = (engine.patience.limit_s(P, asked, each) for each in (held, 0))
+    assert limit_s is not None
+    assert usual_s is not None
+    takes_s = engine.takes_s(asked + held)
+    assert 1.5 * takes_s <= limit_s <= max(usual_s, 3 * takes_s)
+
+
 def test_nothing_is_known_without_measurements_nor_far_beyond_them() -> None:
     engine = Engine(0.01, 1e-4)
     for _ in range(LEAST_SEEN - 1):
