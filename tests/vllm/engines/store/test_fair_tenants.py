@@ -83,14 +83,15 @@ def hit_share(
     return found / sum(map(resumable, wanted))
 
 
-@pytest.mark.parametrize("connector", [None, "FirstComeSaves"])
-def test_a_flood_costs_another_tenant_none_of_its_hits(
-    connector: str | None, model: Path, work: Path
-) -> None:
-    """And without fair shares it does: the negative control."""
-    name = f"fair-{connector}"
-    share = hit_share(model, work, name, floods=FLOODING, connector=connector)
-    if connector is None:
-        assert share >= 0.98
-    else:
-        assert share < 0.9
+def test_a_flood_costs_another_tenant_none_of_its_hits(model: Path, work: Path) -> None:
+    assert hit_share(model, work, "fair", floods=FLOODING) >= 0.98
+
+
+@pytest.mark.matrix
+def test_without_fair_shares_it_costs_some(model: Path, work: Path) -> None:
+    """Negative control.  Whether there is room when ours are saved is chance, so it has tries."""
+    shares = (
+        hit_share(model, work, f"first-{floods}", floods=floods, connector="FirstComeSaves")
+        for floods in (2 * FLOODING, 4 * FLOODING, 6 * FLOODING)
+    )
+    assert any(share < 0.9 for share in shares)
