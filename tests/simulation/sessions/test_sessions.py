@@ -84,6 +84,7 @@ def test_what_is_kept_is_hit_and_the_next_first_token_takes_a_part_of_the_time()
     assert kept.first_ms <= 0.4 * without.first_ms
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("other", [ALONE, ROOMY])
 def test_the_flood_loses_little_to_what_is_kept(other: str) -> None:
     kept, beside = row(KEEP), row(other)
@@ -97,6 +98,7 @@ def test_no_prompt_of_the_flood_waits_longer_because_sessions_are_kept() -> None
     assert row(KEEP).flood_worst_s <= 1.2 * row(ROOMY).flood_worst_s
 
 
+@pytest.mark.matrix
 def test_a_turn_that_was_prefetched_is_like_one_without_a_pause() -> None:
     prefetched, hot = row(PREFETCH), row(NO_PAUSE)
     assert prefetched.first_ms is not None
@@ -122,6 +124,7 @@ def hits_without_events() -> list[float]:
     return [turn.hit for turn in fleet.turns]
 
 
+@pytest.mark.matrix
 def test_without_events_later_turns_go_to_the_engine_that_keeps_them() -> None:
     assert min(hits_without_events()) >= 0.95
 
@@ -129,6 +132,7 @@ def test_without_events_later_turns_go_to_the_engine_that_keeps_them() -> None:
 # Negative controls
 
 
+@pytest.mark.matrix
 def test_without_events_and_without_the_table_they_go_anywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,6 +157,7 @@ def all_busy(reading: LoadReading) -> int:
     return (reading.load.running or 0) + (reading.load.waiting or 0)
 
 
+@pytest.mark.matrix
 def test_own_requests_that_count_as_those_of_others_bring_prompts_in_waves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
