@@ -308,9 +308,10 @@ def rows_to_save(
 
 def reachable(names: Sequence[RowName], is_held: IsHeld) -> list[RowName]:
     """Those of ``names`` that the engine holds, and whose prompt can be loaded up to them."""
-    lacking = (n.index for n in names if n.kind is RowKind.FA and not is_held(n))
+    held = {name for name in names if is_held(name)}
+    lacking = (n.index for n in names if n.kind is RowKind.FA and n not in held)
     hole = min(lacking, default=None)
-    return [n for n in names if (hole is None or n.index < hole) and is_held(n)]
+    return [n for n in names if n in held and (hole is None or n.index < hole)]
 
 
 @dataclass(frozen=True, slots=True)

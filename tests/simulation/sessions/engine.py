@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from pdconn.vllm.patches.pool.pinned_blocks import NumberedPins
 from pdconn.vllm.values import KeepShares
 from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
 from tests.simulation.world import World
+from tests.vllm.keeps.conversing import counted
 from tests.vllm.patches.hybrid_engines import started
 from tests.vllm.patches.vllm_scheduler import KVConnectorOutput, Request
 
@@ -128,15 +128,7 @@ class SessionEngine:
         self.keeping._clock = lambda: world.now
         self.keeping._shares = size.shares
         self.keeping.bind_gpu_block_pool(self._pool)
-        self.counts: Counter[str] = Counter()
-        taking = self.keeping.take_counts
-
-        def taken() -> dict[str, int]:
-            found: dict[str, int] = taking()
-            self.counts.update(found)
-            return found
-
-        self.keeping.take_counts = taken
+        self.counts = counted(self.keeping)
         hit = self._core.connector.get_num_new_matched_tokens
 
         def matched(request: Any, num_local: int) -> tuple[int | None, bool]:

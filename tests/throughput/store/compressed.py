@@ -11,16 +11,13 @@ is the page cache itself.  KV are normally distributed numbers in bfloat16.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,14 +27,15 @@ import numpy as np
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files_shelf import FilesShelf
 from pdconn.store.shelf.interface import Buffer
-from pdconn.tools.output.table import table
 from tests.throughput.store.loaders import (
     HEADS,
     PROMPTS,
     ROW_TOKENS,
     SHAPES,
     Loader,
+    median_ratio,
     references_of,
+    run_models,
 )
 
 BANDWIDTHS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, None)
@@ -145,42 +143,30 @@ def measure(model: str, rounds: int, mib: int, root: Path) -> list[Rate]:
 
 def _compared(rates: dict[tuple[str, str], list[float]], what: str) -> tuple[float, float, float]:
     plain, compressed = rates[what, "plain"], rates[what, "compressed"]
-    ratios = [ours / theirs for ours, theirs in zip(compressed, plain, strict=True)]
-    return statistics.median(plain), statistics.median(compressed), statistics.median(ratios)
+    ratio = median_ratio(compressed, plain)
+    return statistics.median(plain), statistics.median(compressed), ratio
 
 
 def _nbytes_below(root: Path) -> int:
     return sum(path.stat().st_size for path in root.glob("rows/*/*/*/*"))
 
 
-def main() -> int:
-    """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of each (%(default)s)")
-    parser.add_argument("--mib", type=int, default=128, help="KV of two prompts (%(default)s)")
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--root", type=Path, help="a folder of the device to measure")
-    parser.add_argument("--json", type=Path, help="write the rates there, too")
-    options = parser.parse_args()
-    found = []
-    for model in options.models:
-        with tempfile.TemporaryDirectory(dir=options.root) as root:
-            found += measure(model, options.rounds, options.mib, Path(root))
-    body = [
-        [rate.model, "page cache" if rate.store_gb_s is None else f"{rate.store_gb_s:g}",
-         f"{rate.size:.2f}", f"{rate.load_plain_gb_s:.2f}", f"{rate.load_compressed_gb_s:.2f}",
-         f"{rate.load_ratio:.2f}", f"{rate.save_plain_gb_s:.2f}",
-         f"{rate.save_compressed_gb_s:.2f}", f"{rate.save_ratio:.2f}"]
-        for rate in found
-    ]  # fmt: skip
-    heads = ["model", "store\nGB/s", "smaller", "load\nplain", "load\ncompressed", "ratio",
-             "save\nplain", "save\ncompressed", "ratio"]  # fmt: skip
-    print(table(heads, body))
-    if options.json:
-        document = {"mib": options.mib, "rounds": options.rounds, "rows": list(map(asdict, found))}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 0
+def _store_of(rate: Rate) -> str:
+    return "page cache" if rate.store_gb_s is None else f"{rate.store_gb_s:g}"
+
+
+CELLS: dict[str, Callable[[Rate], str]] = {
+    "model": lambda rate: rate.model,
+    "store\nGB/s": _store_of,
+    "smaller": lambda rate: f"{rate.size:.2f}",
+    "load\nplain": lambda rate: f"{rate.load_plain_gb_s:.2f}",
+    "load\ncompressed": lambda rate: f"{rate.load_compressed_gb_s:.2f}",
+    "ratio of\nloads": lambda rate: f"{rate.load_ratio:.2f}",
+    "save\nplain": lambda rate: f"{rate.save_plain_gb_s:.2f}",
+    "save\ncompressed": lambda rate: f"{rate.save_compressed_gb_s:.2f}",
+    "ratio of\nsaves": lambda rate: f"{rate.save_ratio:.2f}",
+}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_models(__doc__ or "", measure, CELLS, rounds=8, mib=128))

@@ -11,27 +11,25 @@ by the rank's one writer: gathered, hashed (and encrypted), written to the page 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import secrets
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from pdconn.tools.output.table import table
 from tests.throughput.store.loaders import (
     HEADS,
     PROMPTS,
     ROW_TOKENS,
     SHAPES,
     Loader,
+    median_ratio,
     references_of,
+    run_models,
 )
 
 THREADS = (1, 2)
@@ -90,42 +88,22 @@ def measure(model: str, rounds: int, mib: int, root: Path) -> list[Rate]:
         Rate(
             model, what, threads, row_nbytes, slab_nbytes, statistics.median(plain),
             statistics.median(rates[what, threads, "encrypted"]),
-            _ratio(rates[what, threads, "encrypted"], plain),
+            median_ratio(rates[what, threads, "encrypted"], plain),
         )
         for (what, threads, which), plain in sorted(rates.items())
         if which == "plain"
     ]  # fmt: skip
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
-
-
-def main() -> int:
-    """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of each (%(default)s)")
-    parser.add_argument("--mib", type=int, default=256, help="KV of two prompts (%(default)s)")
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--root", type=Path, help="a folder of the device to measure")
-    parser.add_argument("--json", type=Path, help="write the rates there, too")
-    options = parser.parse_args()
-    found = []
-    for model in options.models:
-        with tempfile.TemporaryDirectory(dir=options.root) as root:
-            found += measure(model, options.rounds, options.mib, Path(root))
-    body = [
-        [rate.model, rate.what, str(rate.threads), f"{rate.plain_gb_s:.2f}",
-         f"{rate.encrypted_gb_s:.2f}", f"{rate.ratio:.2f}"]
-        for rate in found
-    ]  # fmt: skip
-    heads = ["model", "what", "threads", "plain\nGB/s", "encrypted\nGB/s", "ratio"]
-    print(table(heads, body))
-    if options.json:
-        document = {"mib": options.mib, "rounds": options.rounds, "rows": list(map(asdict, found))}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 0
+CELLS: dict[str, Callable[[Rate], str]] = {
+    "model": lambda rate: rate.model,
+    "what": lambda rate: rate.what,
+    "threads": lambda rate: str(rate.threads),
+    "plain\nGB/s": lambda rate: f"{rate.plain_gb_s:.2f}",
+    "encrypted\nGB/s": lambda rate: f"{rate.encrypted_gb_s:.2f}",
+    "ratio": lambda rate: f"{rate.ratio:.2f}",
+}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_models(__doc__ or "", measure, CELLS, rounds=10, mib=256))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +29,7 @@ from pdconn.store.shelf.interface import Shelf
 from pdconn.store.shelf.open import open_shelf
 from pdconn.store.shelf.transfer import recent_rows
 from pdconn.store.store_keys import load_keys
+from pdconn.tools.output.table import table
 from registration.references import (
     AttentionKind,
     GroupMemory,
@@ -37,6 +43,9 @@ SHAPES = {"gpt-oss-120b": (18, 256), "Llama 3.1 8B": (32, 512)}
 """Layers of full attention, and bytes of a token in one head of each: slabs of 64 and 128 KiB."""
 PROMPTS = 2
 PATIENCE_S = 120.0
+
+RateT = TypeVar("RateT")
+"""A benchmark's row of results, a dataclass."""
 
 
 class Loader:
@@ -167,6 +176,45 @@ class Loader:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 else:
                     file.read()
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+def run_models(
+    what: str,
+    measure: Callable[[str, int, int, Path], list[RateT]],
+    cells: Mapping[str, Callable[[RateT], str]],
+    *,
+    rounds: int,
+    mib: int,
+) -> int:
+    """A benchmark's program: measure each model, print the table, write the JSON.
+
+    Args:
+        what: what it does, as its help says.
+        measure: takes a model, rounds, MiB of KV of both prompts, and a folder.
+        cells: a rate's cells, by their headings.
+        rounds, mib: defaults.
+    """
+    parser = argparse.ArgumentParser(description=what.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="of each (%(default)s)")
+    parser.add_argument("--mib", type=int, default=mib, help="KV of two prompts (%(default)s)")
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--root", type=Path, help="a folder of the device to measure")
+    parser.add_argument("--json", type=Path, help="write the rates there, too")
+    options = parser.parse_args()
+    found = []
+    for model in options.models:
+        with tempfile.TemporaryDirectory(dir=options.root) as root:
+            found += measure(model, options.rounds, options.mib, Path(root))
+    print(table(list(cells), [[cell(rate) for cell in cells.values()] for rate in found]))
+    if options.json:
+        document = {"mib": options.mib, "rounds": options.rounds, "rows": list(map(asdict, found))}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def references_of(layers: int, token_nbytes: int, rows: int) -> tuple[KVCacheReferences, Any]:

@@ -41,7 +41,7 @@ from pdconn.tools.bench.transfer.arena import BenchMemory
 from pdconn.tools.bench.transfer.paths import PATHS
 from pdconn.tools.bench.transfer.workload import extent, placed
 from pdconn.tools.output.table import table
-from tests.throughput.store.encryption import BLOCK_TOKENS, ROW_TOKENS, SHAPES, references_of
+from tests.throughput.store.loaders import BLOCK_TOKENS, ROW_TOKENS, SHAPES, references_of
 from tests.throughput.waterfall import TRAITS, Waterfall, pull_once, workload_of
 
 MODEL, ROWS = "gpt-oss-120b", 4

@@ -33,6 +33,20 @@ class Chat:
         return {"pdconn": {"keep": asked}}
 
 
+def counted(keeping: Any) -> Counter[str]:
+    """What a :class:`~pdconn.vllm.keeps.keeping.Keeping` counts from now on, also what it tells."""
+    counts: Counter[str] = Counter()
+    taking = keeping.take_counts
+
+    def taken() -> dict[str, int]:
+        found: dict[str, int] = taking()
+        counts.update(found)
+        return found
+
+    keeping.take_counts = taken
+    return counts
+
+
 class Conversing:
     """An engine, and clients that talk to it.
 
@@ -60,15 +74,7 @@ class Conversing:
         self.keeping._clock = self.clock
         self.keeping._shares = KeepShares() if shares is None else shares
         self.keeping.bind_gpu_block_pool(self.manager.block_pool)
-        self.counts: Counter[str] = Counter()
-        taking = self.keeping.take_counts
-
-        def taken() -> dict[str, int]:
-            found: dict[str, int] = taking()
-            self.counts.update(found)
-            return found
-
-        self.keeping.take_counts = taken
+        self.counts = counted(self.keeping)
         self.answers: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._tokens = itertools.count(1_000_000, 10_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -26,6 +28,23 @@ def test_every_benchmark_says_what_is_asked_and_how() -> None:
         assert each.configuration.endswith("."), name
         runs = {command.name for command in each.commands}
         assert runs == {run for table in each.tables for run in table.runs}, name
+
+
+def test_every_program_can_be_started() -> None:
+    """None is run here, so one that imports what has moved would not be noticed."""
+    lines_of = [command.line for each in BENCHMARKS.values() for command in each.commands]
+    modules = {line.split()[2] for line in lines_of if line.startswith("python -m ")}
+    assert len(modules) > 20
+    # In a process of their own: UCX and NIXL each bring their libraries along.
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    names = [_program(name) for name in sorted(modules)]
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _program(module: str) -> str:
+    return f"{module}.__main__" if Path(*module.split(".")).is_dir() else module
 
 
 def test_every_table_is_made_in_this_folder() -> None:
