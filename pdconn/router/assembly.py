@@ -6,10 +6,11 @@ import time
 
 from pdconn.router.access.api_keys import EngineKey
 from pdconn.router.events.caches import PrefixCaches
-from pdconn.router.fleet.engine_client import EngineClient
+from pdconn.router.fleet.engine_client import EngineAnswer, EngineClient
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.handover.abandoned import AbandonedRequests
+from pdconn.router.handover.decode import AskedDecode
 from pdconn.router.handover.early_leg import EarlyLegs
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.prefetch import Prefetches
@@ -36,7 +37,7 @@ def make_handover(
     planner: PullPlanner,
     *,
     limits: Limits,
-) -> Handover:
+) -> Handover[EngineAnswer]:
     """The hand-over of requests through prefill and decode."""
     tickets = TicketReturner(
         tries.engines,
@@ -74,6 +75,7 @@ def make_handover(
         prefill,
         tries,
         Prefetches(client, router, pulls, tries.metrics, config.sessions),
+        AskedDecode(client, router, tries, abandoned),
         early if streams.are_on else None,
     )
 

@@ -35,15 +35,17 @@ from pdconn.router.admission.server_log import ServerLog
 from pdconn.router.app import RouterApp
 from pdconn.router.assembly import make_handover, make_router
 from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
+from pdconn.router.client_api import Admission, ClientApi
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
-from pdconn.router.fleet.engine_client import EngineClient
+from pdconn.router.fleet.engine_client import EngineAnswer, EngineClient
 from pdconn.router.fleet.engine_registry import EngineRegistry, FleetFollower
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.fleet.warm_up import FleetWarmUp
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.passing import PassThrough
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.proxy_config import ProxyConfig
@@ -182,9 +184,16 @@ async def _services(
         watch = FleetWatch(config.engines.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, router.loads:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
-            app = RouterApp(
-                handover, probes, bodies, config, keys, engine_key=engine_key, tracing=tracing
+            api = ClientApi(
+                handover,
+                PassThrough(handover),
+                Admission(bodies.queue, bodies.budget),
+                config,
+                keys=keys,
+                engine_key=engine_key,
+                tracing=tracing,
             )
+            app = RouterApp(api, probes, bodies)
             reloader = Reloader(config.engines.fleet, watch, keys, engine_key, tls)
             yield _Services(
                 engines, health, metrics, router, app, admin, probes, tls, reloader, warm_up
@@ -216,7 +225,7 @@ def _fleet_changed(
     feeds.fleet_changed(members)
 
 
-async def _send(handover: Handover, raw: bytes, headers: CIMultiDict[str]) -> None:
+async def _send(handover: Handover[EngineAnswer], raw: bytes, headers: CIMultiDict[str]) -> None:
     """Send a body of the router's own through the hand-over."""
     request = RoutedRequest("pdconn-warm-up", headers, parse_body(Route.COMPLETIONS, raw))
     async with await handover.answer_request(request) as answer:
@@ -261,9 +270,7 @@ def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -
     metrics.show("queued_requests", lambda: len(queue))
     metrics.show("connections", lambda: len(admission))
     metrics.show("body_bytes", lambda: budget.nbytes)
-    return BodyReader(
-        admission, budget, queue, config.admission.max_body_nbytes, config.admission.xargs
-    )
+    return BodyReader(admission, budget, queue, config.admission.max_body_nbytes)
 
 
 @asynccontextmanager
@@ -273,7 +280,7 @@ async def _listening(
     app = router_app.app()
 
     async def drain(app: web.Application) -> None:
-        await router_app.drain_requests(config.times.drain_timeout_s)
+        await router_app.api.drain_requests(config.times.drain_timeout_s)
 
     app.on_shutdown.append(drain)  # runs after the socket is closed
     runner = web.AppRunner(
@@ -298,7 +305,7 @@ async def _listening(
         yield
     finally:
         await runner.cleanup()
-        await router_app.drain_requests(_CUT_OFF_S)  # requests that were cut off are counted
+        await router_app.api.drain_requests(_CUT_OFF_S)  # requests that were cut off are counted
 
 
 async def _wait_for_engines(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.access.middlewares import PROBES
+from pdconn.router.access.access_log import PROBES
 from pdconn.router.openai.requests import KEY_HEADER
 from pdconn.router.router_errors import BadSetting, Unauthorized
 from pdconn.sidechannel.credentials import SecurityError, read_private
@@ -90,17 +91,17 @@ def requiring(keys: ApiKeys) -> Middleware:
 
     @web.middleware
     async def require(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in PROBES and not keys.allow(authorization_of(request)):
+        if request.path not in PROBES and not keys.allow(authorization_of(request.headers)):
             raise Unauthorized
         return await handler(request)
 
     return require
 
 
-def authorization_of(request: web.Request) -> str | None:
+def authorization_of(headers: Mapping[str, str]) -> str | None:
     """The header that holds the key; clients of Anthropic's API use another one."""
-    given = request.headers.get("Authorization")
-    key = request.headers.get(KEY_HEADER)
+    given = headers.get("Authorization")
+    key = headers.get(KEY_HEADER)
     return f"{_SCHEME} {key}" if given is None and key is not None else given
 
 

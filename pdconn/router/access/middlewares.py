@@ -1,30 +1,15 @@
-"""Middlewares around every request: access log, refusals as answers, checks of the head.
-
-::
-
-    pdconn: request method=POST path=/v1/completions status=200 outcome=ok seconds=0.412 ...
-
-A middleware creates a ``Served`` when a request arrives; the handlers fill in its fields, and
-it is logged when the request ends, in whatever way.
-"""
+"""Middlewares around every request of the listener: access log, refusals as answers, the head."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.labels import RequestEnd
-from pdconn.router.openai.bodies import AnswerReader
+from pdconn.router.access.access_log import CURRENT, Served, log_end
 from pdconn.router.openai.requests import KEY_HEADER, REQUEST_ID_HEADER, Route
-from pdconn.router.prefix.block_digests import encode_blocks
 from pdconn.router.router_errors import (
     BadHead,
     MethodNotAllowed,
@@ -32,72 +17,8 @@ from pdconn.router.router_errors import (
     Refusal,
     UnsupportedEncoding,
 )
-from pdconn.router.routing.policy import Decision
-from pdconn.router.routing.request_events import Passed, RequestEnded
-from pdconn.router.routing.routed_request import Guess, RoutedRequest
-from pdconn.router.tracing.spans import NOT_TRACED, Span
-from transport.errors import shown
-
-log = logging.getLogger("pdconn.access")
-
-PROBES = ("/health", "/livez", "/readyz", "/ready")
-"""Paths that orchestrators poll every few seconds: no key needed, logged at level debug."""
-
-#: Maximum characters of one value in the log.
-_MOST_SHOWN = 200
-#: Printable ASCII without spaces, quotes, equals signs and backslashes.
-_PLAIN = re.compile(rf"[!#$%&(-<>-\[\]-~]{{1,{_MOST_SHOWN}}}")
-
-
-@dataclass(slots=True)
-class Served:
-    """The state of a request that the listener serves.
-
-    Attributes:
-        began_s: arrival time, by ``time.perf_counter``.
-        request_id: the id that engines receive; empty for requests without one.
-        end: how a request for a completion ended.
-        routed: the request, once its body has been read and checked.
-        answer: the part of an engine's answer that has been relayed.
-        span: the span of the whole request.
-    """
-
-    began_s: float = field(default_factory=time.perf_counter)
-    request_id: str = ""
-    end: RequestEnd | None = None
-    routed: RoutedRequest | None = None
-    answer: AnswerReader | None = None
-    span: Span = NOT_TRACED
-
-
-_CURRENT: ContextVar[Served] = ContextVar("served")
-
-
-def current() -> Served:
-    """The ``Served`` of the request that is being handled."""
-    return _CURRENT.get()
-
-
-@dataclass(frozen=True, slots=True)
-class KeyValues:
-    """A log argument that machines can parse: ``key=value`` in text, fields in JSON.
-
-    >>> str(KeyValues({"status": 200, "path": "/a b", "prefill": None}))
-    "status=200 path='/a b' prefill=-"
-    """
-
-    fields: Mapping[str, str | int | float | None]
-
-    def __str__(self) -> str:
-        return " ".join(f"{key}={_value(value)}" for key, value in self.fields.items())
-
-
-def _value(value: str | float | None) -> str:
-    if value is None:
-        return "-"
-    if not isinstance(value, str):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    return value if _PLAIN.fullmatch(value) else shown(value, _MOST_SHOWN)
+from pdconn.router.routing.request_events import Passed
+from pdconn.router.routing.routed_request import RoutedRequest
 
 
 def logging_access(
@@ -113,8 +34,8 @@ def logging_access(
 
     @web.middleware
     async def log_access(request: web.Request, handler: Handler) -> web.StreamResponse:
-        served = Served()
-        token = _CURRENT.set(served)
+        served = Served(request.method, request.rel_url.raw_path, request.remote)
+        token = CURRENT.set(served)
         status: int | None = 500  # for an exception that no inner handler has turned into an answer
         try:
             response = await handler(request)
@@ -127,83 +48,13 @@ def logging_access(
             status = None if passed is None else passed.status
             raise
         finally:
-            _CURRENT.reset(token)
-            _ended(request, served, status, on_end, with_blocks=with_blocks)
+            CURRENT.reset(token)
+            log_end(served, status, on_end, with_blocks=with_blocks)
         if served.request_id.isascii() and served.request_id and not response.prepared:
             response.headers.setdefault(REQUEST_ID_HEADER, served.request_id)
         return response
 
     return log_access
-
-
-def _ended(
-    http: web.Request,
-    served: Served,
-    status: int | None,
-    on_end: Callable[[RoutedRequest], object],
-    *,
-    with_blocks: bool,
-) -> None:
-    now_s = time.perf_counter()
-    routed, answer = served.routed, served.answer
-    if routed is not None and served.end is not None:
-        prompt_tokens = None if answer is None else answer.prompt_tokens
-        routed.note(RequestEnded(served.end, status, prompt_tokens, at_s=now_s))
-        on_end(routed)
-    # Probes arrive every few seconds.
-    level = logging.DEBUG if http.path in PROBES else logging.INFO
-    if log.isEnabledFor(level):
-        fields = _fields(http, served, status, now_s - served.began_s)
-        blocks = _prompt_blocks(routed.decision) if with_blocks and routed is not None else None
-        if blocks is not None:
-            fields["prompt_blocks"] = blocks
-        log.log(level, "pdconn: request %s", KeyValues(fields))
-
-
-def _prompt_blocks(decision: Decision | None) -> str | None:
-    """Digests of a prompt's blocks; None if they were not looked up."""
-    if decision is None or decision.lookup is None:
-        return None
-    for scheme, prompt in decision.lookup.prompts.items():
-        return encode_blocks(prompt.hashes, scheme.block_tokens)
-    return None
-
-
-def _fields(
-    http: web.Request, served: Served, status: int | None, total_s: float
-) -> dict[str, str | int | float | None]:
-    fields: dict[str, str | int | float | None] = {
-        "method": http.method,
-        "path": http.rel_url.raw_path,
-        "client": http.remote,
-        "status": status,
-        "seconds": round(total_s, 6),
-    }
-    if served.request_id:
-        fields["request"] = served.request_id
-    if served.end is not None:
-        fields["outcome"] = served.end.value
-    routed = served.routed
-    if routed is not None:
-        outcome = routed.outcome()
-        fields |= {
-            "prompt_tokens": _counted(routed.counted_tokens),
-            "cached_tokens": outcome.cached_tokens,
-            "prefill": outcome.prefill,
-            "decode": outcome.decode,
-            "ticket_seconds": _rounded(outcome.ticket_s),
-            "early_seconds": _rounded(outcome.early_s),
-            "first_byte_seconds": _rounded(outcome.first_byte_s),
-        }
-    return fields
-
-
-def _counted(tokens: int | Guess | None) -> int | str | None:
-    return str(tokens) if isinstance(tokens, Guess) else tokens
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:

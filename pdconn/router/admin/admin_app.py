@@ -14,7 +14,8 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pdconn.router.access.middlewares import PROBES, checking_heads, refusing
+from pdconn.router.access.access_log import PROBES
+from pdconn.router.access.middlewares import checking_heads, refusing
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.history import History
 from pdconn.router.admin.probes import Probes

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 from aiohttp import web
 
 from pdconn.router.admission.connections import ClientAdmission
-from pdconn.router.openai.requests import XARGS
 from pdconn.router.router_errors import BadBody, BodyTooLarge, Busy, UnsupportedEncoding
 
 MAX_REQUESTS = 4096
@@ -177,16 +176,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class BodyReader:
-    """Reads bodies of at most ``max_nbytes``, of requests that have a place in ``queue``.
-
-    ``xargs``: names that requests may use in ``vllm_xargs``.
-    """
+    """Reads bodies of at most ``max_nbytes``, of requests that have a place in ``queue``."""
 
     admission: ClientAdmission
     budget: BodyBudget
     queue: AdmissionQueue
     max_nbytes: int
-    xargs: Collection[str] = XARGS
 
     async def read_body(self, http: web.Request, held: HeldBody) -> bytes:
         """Read the whole body, counting it in ``held``.

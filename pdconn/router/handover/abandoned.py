@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any, Protocol
 
 from pdconn.router.background import Background
-from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.router_errors import Refusal
 from pdconn.router.routing.request_events import ClientLeft, StepKind
@@ -49,6 +49,13 @@ LATE_S = 30.0
 
 #: Each holds its request's body.
 MOST_ABANDONED = 1024
+
+
+class Answer(Protocol):
+    """What a request's hand-over gives: an engine's answer, or where it is to come from."""
+
+    def close(self) -> None:
+        """Ends the request there, if it has not ended."""
 
 
 class AbandonedRequests:
@@ -75,7 +82,7 @@ class AbandonedRequests:
             self._tickets.give_back(request, ticket)
 
     def decode_was_first(
-        self, request: RoutedRequest, prefill: asyncio.Task[EngineAnswer | None]
+        self, request: RoutedRequest, prefill: asyncio.Task[Answer | None]
     ) -> None:
         """Take over ``prefill``, which nothing waits for: decode has answered, or failed."""
         request.held.add_user()
@@ -85,7 +92,7 @@ class AbandonedRequests:
             prefill.add_done_callback(close_answer)
 
     async def _finish_prefill(
-        self, request: RoutedRequest, prefill: asyncio.Task[EngineAnswer | None]
+        self, request: RoutedRequest, prefill: asyncio.Task[Answer | None]
     ) -> None:
         try:
             async with asyncio.timeout(self._late_s):
@@ -97,7 +104,7 @@ class AbandonedRequests:
             request.keep_refusal(None)
             request.held.drop_user()
 
-    def client_left(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
+    def client_left(self, request: RoutedRequest, task: asyncio.Task[Answer]) -> None:
         """Take over ``task``, which is still running the request."""
         request.note(ClientLeft())
         request.held.add_user()
@@ -106,7 +113,7 @@ class AbandonedRequests:
             task.cancel()
             task.add_done_callback(close_answer)
 
-    async def _finish(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
+    async def _finish(self, request: RoutedRequest, task: asyncio.Task[Answer]) -> None:
         try:
             async with asyncio.timeout(self._wait_s(request)):
                 answer = await task
@@ -134,7 +141,7 @@ class AbandonedRequests:
         return max(0.0, self._patience_s - (time.perf_counter() - decode.at_s))
 
 
-def close_answer(task: asyncio.Task[EngineAnswer | None] | asyncio.Task[EngineAnswer]) -> None:
+def close_answer(task: asyncio.Task[Any]) -> None:
     """Close the answer of a task that has ended, if there is one: it has no reader."""
     if not task.cancelled() and task.exception() is None and (answer := task.result()) is not None:
         answer.close()

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -38,7 +38,7 @@ from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.fleet.flights import Flight
 from pdconn.router.fleet.lenders import is_one_boot
 from pdconn.router.fleet.member import Role
-from pdconn.router.handover.abandoned import AbandonedRequests, close_answer
+from pdconn.router.handover.abandoned import AbandonedRequests, Answer, close_answer
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.metric_table import EarlyStart
 from pdconn.router.openai.requests import Route
@@ -47,8 +47,9 @@ from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.request_events import ClientLeft, Event, StepKind, Streamed
 from pdconn.router.routing.routed_request import RoutedRequest
 
-AskEngines = Callable[[], Coroutine[Any, Any, EngineAnswer]]
-"""Asks decode engines, each with what is the request's ``usable_ticket`` then."""
+A = TypeVar("A", bound=Answer)
+AskDecode: TypeAlias = "Callable[[], Coroutine[Any, Any, A]]"
+"""Serves the request at decode, with what is its ``usable_ticket`` then."""
 GetTicket = Callable[[], Coroutine[Any, Any, EngineAnswer | None]]
 """Gets a request its ticket; returns an engine's refusal."""
 
@@ -73,7 +74,7 @@ class EarlyLegs:
     reuses_tokens: bool = False
     waiting: Counter[str] = field(default_factory=Counter)
 
-    def leg_for(self, request: RoutedRequest, decision: Decision, ask: AskEngines) -> EarlyLeg:
+    def leg_for(self, request: RoutedRequest, decision: Decision, ask: AskDecode[A]) -> EarlyLeg[A]:
         """Decode's leg of a request."""
         leg = EarlyLeg(self, request, decision, ask)
         request.watchers = (*request.watchers, leg)
@@ -99,7 +100,7 @@ class _LegState(Enum):
     CLOSED = "closed"
 
 
-class EarlyLeg:
+class EarlyLeg(Generic[A]):
     """Decode's leg of one request.
 
     It runs in a task of its own from the start, and waits there for its turn.
@@ -108,7 +109,7 @@ class EarlyLeg:
     kinds: ClassVar[frozenset[type[Event]]] = frozenset((ClientLeft,))
 
     def __init__(
-        self, legs: EarlyLegs, request: RoutedRequest, decision: Decision, ask: AskEngines
+        self, legs: EarlyLegs, request: RoutedRequest, decision: Decision, ask: AskDecode[A]
     ) -> None:
         self._legs = legs
         self._request = request
@@ -122,7 +123,7 @@ class EarlyLeg:
         self._decode = asyncio.create_task(self._run(ask))
         self._decode.add_done_callback(self._stop_waiting)
 
-    async def serve(self, get_ticket: GetTicket) -> EngineAnswer | None:
+    async def serve(self, get_ticket: GetTicket) -> EngineAnswer | A | None:
         """Prefill's refusal, or decode's answer; None if decode is to be asked by the caller.
 
         ``get_ticket``: :meth:`pdconn.router.handover.prefill.Prefill.get_ticket`, with this leg.
@@ -132,7 +133,7 @@ class EarlyLeg:
         """
         prefill = asyncio.create_task(self._run_prefill(get_ticket))
         legs: set[asyncio.Task[Any]] = {prefill, self._decode}
-        answer: EngineAnswer | None = None
+        answer: EngineAnswer | A | None = None
         try:
             await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
             if self._state is _LegState.CLOSED:
@@ -230,7 +231,7 @@ class EarlyLeg:
 
     # Decode
 
-    async def _run(self, ask: AskEngines) -> EngineAnswer:
+    async def _run(self, ask: AskDecode[A]) -> A:
         await self._turn
         if self._state is _LegState.WAITS and not self._begin_early():
             # It comes again with prefill's ticket.
@@ -291,7 +292,7 @@ class EarlyLeg:
         await asyncio.wait({self._decode})
 
 
-async def _end_legs(legs: Iterable[asyncio.Task[Any]], kept: EngineAnswer | None) -> None:
+async def _end_legs(legs: Iterable[asyncio.Task[Any]], kept: Answer | None) -> None:
     """End what is under way, and close every answer but the one that is kept."""
     for leg in legs:
         leg.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Raw
@@ -86,7 +86,7 @@ class _SharedQuestion:
 class ListedModels:
     """Collects the models of all engines."""
 
-    def __init__(self, handover: Handover) -> None:
+    def __init__(self, handover: Handover[Any]) -> None:
         self._handover = handover
         self._under_way: dict[_Question, _SharedQuestion] = {}
         self._places = asyncio.Semaphore(MOST_QUESTIONS)

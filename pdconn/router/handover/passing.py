@@ -7,6 +7,7 @@ failing status (``tries``).  When all have failed the client gets the last engin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from multidict import CIMultiDict
 
@@ -47,7 +48,7 @@ class Passing:
 class PassThrough:
     """Sends each request to the least busy engine that may serve it."""
 
-    handover: Handover
+    handover: Handover[Any]
 
     async def pass_on(self, passing: Passing) -> EngineAnswer:
         """An engine's answer; closing it aborts the request there.

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from msgspec import Raw
 
@@ -61,7 +62,7 @@ class _PrefillTry:
     candidate: Candidate
     began: Began
     flight: Flight
-    early: EarlyLeg | None
+    early: EarlyLeg[Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Prefill:
     _warned: set[str] = field(default_factory=set)
 
     async def get_ticket(
-        self, request: RoutedRequest, decision: Decision, early: EarlyLeg | None = None
+        self, request: RoutedRequest, decision: Decision, early: EarlyLeg[Any] | None = None
     ) -> EngineAnswer | None:
         """Get the request its ticket, or note why decode computes; returns an engine's refusal.
 
@@ -135,7 +136,7 @@ class Prefill:
         request: RoutedRequest,
         decision: Decision,
         candidate: Candidate,
-        early: EarlyLeg | None,
+        early: EarlyLeg[Any] | None,
     ) -> EngineAnswer | _NotPrefilled | None:
         """Ask one engine; returns its refusal, or its failure."""
         engine = candidate.engine
@@ -184,7 +185,7 @@ class Prefill:
         request: RoutedRequest,
         decision: Decision,
         candidate: Candidate,
-        early: EarlyLeg | None,
+        early: EarlyLeg[Any] | None,
     ) -> tuple[_PrefillTry, _Prefilled | EngineAnswer]:
         engine = candidate.engine
         uncached = max(0, decision.num_tokens - candidate.held_or_pulled)

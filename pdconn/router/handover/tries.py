@@ -33,7 +33,7 @@ from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import kind_of
-from pdconn.router.router_errors import EngineFailure
+from pdconn.router.router_errors import EngineFailure, HandoverRequired, NoEngineLeft
 from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.request_events import Failed, StepKind
@@ -208,6 +208,19 @@ class EngineTries:
             return False
         live = self._live(role, request)
         return any(one != engine and not request.has_failed_at(one, role) for one in live)
+
+    def no_decode_left(self, *failures: EngineFailure) -> NoEngineLeft:
+        """The error for a request that no decode engine answers; ``failures``: of this request."""
+        return NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE, failures))
+
+    def check_may_compute(self, request: RoutedRequest) -> None:
+        """Check that decode may compute a request's prompt, if it goes there without a ticket.
+
+        Raises:
+            HandoverRequired: it could have been handed over, and decode must not compute it.
+        """
+        if request.direct is not None and not self.decodes_alone:
+            raise HandoverRequired(request.direct)
 
     def may_ask_again(self, request: RoutedRequest, candidate: Candidate) -> bool:
         """Whether a decode engine may get a request a second time: it is no third one to break."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 from aiohttp import web
 
-from pdconn.router.access.middlewares import KeyValues
+from pdconn.router.access.access_log import KeyValues
 from pdconn.tools.cli.proxy.proxy_logs import JsonFormatter
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 
-from pdconn.router.access.middlewares import KeyValues
+from pdconn.router.access.access_log import KeyValues
 
 FORMATS = ("text", "json")
 
