@@ -32,10 +32,8 @@ from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits_of_process
 from pdconn.router.admission.places import AdmissionQueue, BodyBudget, BodyReader
 from pdconn.router.admission.server_log import ServerLog
-from pdconn.router.app import RouterApp
 from pdconn.router.assembly import make_handover, make_router
 from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
-from pdconn.router.client_api import Admission, ClientApi
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
 from pdconn.router.fleet.engine_client import EngineAnswer, EngineClient
@@ -44,6 +42,8 @@ from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.fleet.warm_up import FleetWarmUp
+from pdconn.router.front.app import RouterApp
+from pdconn.router.front.client_api import Admission, ClientApi
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.passing import PassThrough
 from pdconn.router.handover.tries import EngineTries

@@ -11,12 +11,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import msgspec
 from aiohttp import web
 
+from pdconn.router.access.access_log import PROBES
 from pdconn.router.fleet.health import Health
 
 UNAVAILABLE = "unavailable"
+_HEADERS: Mapping[str, str] = {"Cache-Control": "no-store"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePage:
+    """An answer to a probe, as JSON."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=lambda: _HEADERS)
 
 
 class Probes:
@@ -33,29 +47,29 @@ class Probes:
     def add_to(self, app: web.Application, *, name_engines: bool) -> None:
         """Register the routes; ``name_engines``: ``/health`` shows addresses and reasons."""
 
-        async def report_health(http: web.Request) -> web.StreamResponse:
-            del http
+        async def report(http: web.Request) -> web.StreamResponse:
+            page = await self.page(http.path, name_engines=name_engines)
+            return web.json_response(body=page.body, status=page.status, headers=page.headers)
+
+        for path in PROBES:
+            app.router.add_get(path, report)
+
+    async def is_ready(self) -> bool:
+        """Whether new requests can be served."""
+        return (await self.page("/readyz", name_engines=False)).status == 200
+
+    async def page(self, path: str, *, name_engines: bool) -> ProbePage:
+        """The page at one of ``PROBES``."""
+        if path == "/livez":
+            return _page({"status": "ok"}, ok=True)
+        if path == "/health":
             page = await self._health.page(name_engines=name_engines)
-            return _answer(page, ok=page["status"] != UNAVAILABLE)
-
-        app.router.add_get("/livez", self._live)
-        app.router.add_get("/readyz", self._ready)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/health", report_health)
-
-    async def _live(self, http: web.Request) -> web.StreamResponse:
-        del http
-        return _answer({"status": "ok"}, ok=True)
-
-    async def _ready(self, http: web.Request) -> web.StreamResponse:
-        del http
+            return _page(page, ok=page["status"] != UNAVAILABLE)
         if self._draining:
-            return _answer({"status": "draining"}, ok=False)
+            return _page({"status": "draining"}, ok=False)
         status = (await self._health.page(name_engines=False))["status"]
-        return _answer({"status": status}, ok=status != UNAVAILABLE)
+        return _page({"status": status}, ok=status != UNAVAILABLE)
 
 
-def _answer(page: dict[str, object], *, ok: bool) -> web.Response:
-    body = msgspec.json.encode(page)
-    headers = {"Cache-Control": "no-store"}
-    return web.json_response(body=body, status=200 if ok else 503, headers=headers)
+def _page(page: dict[str, object], *, ok: bool) -> ProbePage:
+    return ProbePage(200 if ok else 503, msgspec.json.encode(page))

@@ -228,6 +228,6 @@ async def test_a_bug_still_costs_a_traceback(
 ) -> None:
     """The control of the test above."""
     async with deployment() as d:
-        monkeypatch.setattr("pdconn.router.app.parse_body", None)
+        monkeypatch.setattr("pdconn.router.front.client_api.parse_body", None)
         assert (await d.send(PATH, GOOD)).status == 500
     assert [record for record in caplog.records if record.exc_info]

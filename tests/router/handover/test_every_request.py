@@ -35,10 +35,10 @@ from pdconn.router.fleet.flights import Flight
 from pdconn.router.handover import abandoned, early_leg
 from pdconn.router.handover import tries as tries_module
 from pdconn.router.handover.abandoned import AbandonedRequests
+from pdconn.router.handover.decode import AskedDecode
 from pdconn.router.handover.early_leg import EarlyLeg, EarlyLegs
-from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.ticket_return import TicketReturner
-from pdconn.router.handover.tries import MOST_BROKEN
+from pdconn.router.handover.tries import MOST_BROKEN, EngineTries
 from pdconn.router.metric_table import TicketEnd
 from pdconn.router.router_errors import HandoverRequired, NoEngineLeft, Refusal
 from pdconn.router.routing.routed_request import RoutedRequest
@@ -377,7 +377,7 @@ def broken_by(patch: pytest.MonkeyPatch, owner: Any, name: str, by: Any) -> None
 def test_they_notice_a_ticket_that_goes_on_to_the_next_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    broken_by(monkeypatch, Handover, "_spend_ticket", lambda self, request: None)
+    broken_by(monkeypatch, AskedDecode, "_spend_ticket", lambda self, request: None)
 
 
 def test_they_notice_tickets_that_are_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def test_they_notice_answers_that_are_left_open(monkeypatch: pytest.MonkeyPatch)
 def test_they_notice_a_decode_engine_that_computes_where_it_may_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    broken_by(monkeypatch, Handover, "_check_may_compute", lambda self, request: None)
+    broken_by(monkeypatch, EngineTries, "check_may_compute", lambda self, request: None)
 
 
 def test_they_notice_a_request_that_is_cut_off_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,14 @@ from pdconn.router.access.middlewares import checking_heads, logging_access, ref
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.places import BodyReader
-from pdconn.router.client_api import (
+from pdconn.router.fleet.engine_client import EngineAnswer
+from pdconn.router.front.client_api import (
     Answered,
     ApiRoute,
     ClientApi,
     ClientRequest,
     told_headers,
 )
-from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.handover.listing import Listing
 from pdconn.router.handover.stream import ENGINE_HEADER, StreamEnd, relay
 from pdconn.router.handover.tries import end_of
