@@ -219,6 +219,19 @@ class RequestTimedOut(Refusal):
         super().__init__(f"no answer within {limit_s:g} s")
 
 
+class UnfitGateway(Refusal):
+    """The gateway sends requests in a way that no picker can serve."""
+
+    status = 500
+    kind = "InternalServerError"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the gateway's external processor must have request_body_mode FULL_DUPLEX_STREAMED or "
+            "BUFFERED, and be Envoy 1.33 or later"
+        )
+
+
 class HandoverRequired(Refusal):
     """``--require-prefill`` is set, and the request could have a ticket but has none."""
 

@@ -16,7 +16,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,7 +43,7 @@ from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.fleet.warm_up import FleetWarmUp
 from pdconn.router.front.app import RouterApp
-from pdconn.router.front.client_api import Admission, ClientApi
+from pdconn.router.front.client_api import A, Admission, ClientApi, Passes
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.passing import PassThrough
 from pdconn.router.handover.tries import EngineTries
@@ -57,6 +57,7 @@ from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy
 from pdconn.router.routing.routed_request import RoutedRequest
+from pdconn.router.tracing.spans import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,10 @@ class Running:
     reload: Callable[[], Awaitable[tuple[BadSetting, ...]]]
 
 
+Listening = Callable[["Services", socket.socket], AbstractAsyncContextManager[str]]
+"""Serves clients on a bound socket while the block runs; gives the URL, and drains at its end."""
+
+
 @asynccontextmanager
 async def running_proxy(
     config: ProxyConfig,
@@ -97,15 +102,29 @@ async def running_proxy(
     policy: Policy | None = None,
     limits: Limits = LIMITS,
 ) -> AsyncIterator[Running]:
-    """Serve while the block runs; leaving it drains.
-
-    Raises:
-        CannotListen: the address is not available.
-        EnginesMissing: a role has no engine after ``config.times.wait_s``.
+    """Serve HTTP while the block runs; leaving it drains.  Raises as ``running_router``.
 
     >>> config = ProxyConfig.from_options([p], [d], port=0)  # doctest: +SKIP
     >>> async with running_proxy(config) as proxy:  # doctest: +SKIP
     ...     print(proxy.url)
+    """
+    async with running_router(config, _listening, on_ready, policy, limits) as running:
+        yield running
+
+
+@asynccontextmanager
+async def running_router(
+    config: ProxyConfig,
+    listening: Listening,
+    on_ready: Callable[[EngineReady], None] = lambda progress: None,
+    policy: Policy | None = None,
+    limits: Limits = LIMITS,
+) -> AsyncIterator[Running]:
+    """Serve by a front end while the block runs; leaving it drains.
+
+    Raises:
+        CannotListen: the address is not available.
+        EnginesMissing: a role has no engine after ``config.times.wait_s``.
     """
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config.listen.host, config.listen.port))
@@ -117,10 +136,10 @@ async def running_proxy(
             if config.times.wait_s is not None:
                 await _wait_for_engines(services, config, limits.ready_pause_s, on_ready)
             await services.warm_up.wait_until_warm()
-            async with _listening(services.app, sock, config, services.tls):
+            async with listening(services, sock) as url:
                 yield Running(
                     config,
-                    url_of("http" if services.tls is None else "https", config.listen.host, sock),
+                    url,
                     url_of("http", config.listen.admin_host, admin),
                     services.metrics,
                     services.router,
@@ -131,14 +150,19 @@ async def running_proxy(
 
 
 @dataclass(frozen=True, slots=True)
-class _Services:
-    """The parts of a router that this module needs later."""
+class Services:
+    """The parts of a router that front ends, and this module, need."""
 
+    config: ProxyConfig
     engines: EngineRegistry
     health: Health
     metrics: RouterMetrics
     router: RequestRouter
-    app: RouterApp
+    handover: Handover[EngineAnswer]
+    bodies: BodyReader
+    keys: ApiKeys | None
+    engine_key: EngineKey
+    tracing: Tracing | None
     admin: AdminApp
     probes: Probes
     tls: ServerTls | None
@@ -147,9 +171,7 @@ class _Services:
 
 
 @asynccontextmanager
-async def _services(
-    config: ProxyConfig, policy: Policy, limits: Limits
-) -> AsyncIterator[_Services]:
+async def _services(config: ProxyConfig, policy: Policy, limits: Limits) -> AsyncIterator[Services]:
     keys = None if config.listen.api_key_file is None else ApiKeys(config.listen.api_key_file)
     engine_key = EngineKey(config.listen.engine_key_file)
     tls, tracing = config.listen.make_tls(), config.traces.make_tracing()
@@ -184,19 +206,23 @@ async def _services(
         watch = FleetWatch(config.engines.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, router.loads:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
-            api = ClientApi(
-                handover,
-                PassThrough(handover),
-                Admission(bodies.queue, bodies.budget),
-                config,
-                keys=keys,
-                engine_key=engine_key,
-                tracing=tracing,
-            )
-            app = RouterApp(api, probes, bodies)
             reloader = Reloader(config.engines.fleet, watch, keys, engine_key, tls)
-            yield _Services(
-                engines, health, metrics, router, app, admin, probes, tls, reloader, warm_up
+            yield Services(
+                config,
+                engines,
+                health,
+                metrics,
+                router,
+                handover,
+                bodies,
+                keys,
+                engine_key,
+                tracing,
+                admin,
+                probes,
+                tls,
+                reloader,
+                warm_up,
             )
     finally:
         await warm_up.close()
@@ -273,14 +299,28 @@ def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -
     return BodyReader(admission, budget, queue, config.admission.max_body_nbytes)
 
 
+def client_api(services: Services, handover: Handover[A], passes: Passes[A]) -> ClientApi[A]:
+    """What a front end answers, by a hand-over of its own."""
+    return ClientApi(
+        handover,
+        passes,
+        Admission(services.bodies.queue, services.bodies.budget),
+        services.config,
+        keys=services.keys,
+        engine_key=services.engine_key,
+        tracing=services.tracing,
+    )
+
+
 @asynccontextmanager
-async def _listening(
-    router_app: RouterApp, sock: socket.socket, config: ProxyConfig, tls: ServerTls | None
-) -> AsyncIterator[None]:
+async def _listening(services: Services, sock: socket.socket) -> AsyncIterator[str]:
+    config, tls, handover = services.config, services.tls, services.handover
+    api = client_api(services, handover, PassThrough(handover))
+    router_app = RouterApp(api, services.probes, services.bodies)
     app = router_app.app()
 
     async def drain(app: web.Application) -> None:
-        await router_app.api.drain_requests(config.times.drain_timeout_s)
+        await api.drain_requests(config.times.drain_timeout_s)
 
     app.on_shutdown.append(drain)  # runs after the socket is closed
     runner = web.AppRunner(
@@ -302,14 +342,14 @@ async def _listening(
             raise CannotListen(
                 config.listen.host, config.listen.port, error.strerror or str(error)
             ) from error
-        yield
+        yield url_of("http" if tls is None else "https", config.listen.host, sock)
     finally:
         await runner.cleanup()
-        await router_app.api.drain_requests(_CUT_OFF_S)  # requests that were cut off are counted
+        await api.drain_requests(_CUT_OFF_S)  # requests that were cut off are counted
 
 
 async def _wait_for_engines(
-    services: _Services,
+    services: Services,
     config: ProxyConfig,
     pause_s: float,
     on_ready: Callable[[EngineReady], None],

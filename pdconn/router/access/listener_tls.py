@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 from pdconn.router.router_errors import BadSetting
 from pdconn.sidechannel.credentials import SecurityError, read_private
@@ -13,6 +14,7 @@ class ServerTls:
 
     Attributes:
         context: used for new connections.
+        pair: the key and the chain, as in their files.
 
     Raises:
         BadSetting: a file is missing or wrong.
@@ -32,6 +34,7 @@ class ServerTls:
         context = _new_context()
         _load(context, self._cert, self._key)
         self.context = context
+        self.pair = read_private("--tls-key", self._key), Path(self._cert).read_bytes()
 
 
 def _new_context() -> ssl.SSLContext:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
+from multidict import MultiMapping
 
 from pdconn.router.access.access_log import CURRENT, Served, log_end
 from pdconn.router.openai.requests import KEY_HEADER, REQUEST_ID_HEADER, Route
@@ -75,23 +76,45 @@ def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
             wrong = MethodNotAllowed(request.method, request.path, error.allowed_methods)
             return _refuse(request, wrong, name_engines)
         except web.HTTPNotFound:
-            seen = f"{request.method} {request.path}"
-            expected = f"one of {', '.join(served)}"
-            return _refuse(request, NotFound("path", expected, seen), name_engines)
+            return _refuse(
+                request, no_such_path(request.method, request.path, served), name_engines
+            )
 
     return refusals
 
 
+def no_such_path(method: str, path: str, served: Iterable[str]) -> NotFound:
+    """The refusal of an unknown path; ``served``: those that exist."""
+    return NotFound("path", f"one of {', '.join(served)}", f"{method} {path}")
+
+
 def _refuse(request: web.Request, refusal: Refusal, name_engines: bool) -> web.Response:
-    anthropic = request.path.startswith(Route.MESSAGES.path)
-    body = refusal.body(name_engines=name_engines, anthropic=anthropic)
+    body = refusal_body(refusal, request.path, name_engines=name_engines)
     return web.json_response(body=body, status=refusal.status, headers=refusal.headers)
+
+
+def refusal_body(refusal: Refusal, path: str, *, name_engines: bool) -> bytes:
+    """The JSON of a refusal, as clients of the route expect it."""
+    anthropic = path.startswith(Route.MESSAGES.path)
+    return refusal.body(name_engines=name_engines, anthropic=anthropic)
 
 
 _TRANSFER = "Transfer-Encoding"
 _VERSIONS = (HttpVersion10, HttpVersion11)
 _ONCE = ("Host", "Authorization", KEY_HEADER, "Content-Type")
 """Headers with one value: given two, one server uses the first and another the last."""
+
+
+def check_repeats(headers: MultiMapping[str]) -> None:
+    """Refuse headers that two servers could take for different ones.
+
+    Raises:
+        BadHead: a header of ``_ONCE`` is repeated.
+    """
+    for name in _ONCE:
+        count = len(headers.getall(name, ()))
+        if count > 1:  # the values may be keys
+            raise BadHead(name, "one header of this name", f"{count} of them")
 
 
 def check_head(request: web.BaseRequest) -> None:
@@ -104,10 +127,7 @@ def check_head(request: web.BaseRequest) -> None:
     if request.version not in _VERSIONS:
         seen = f"HTTP/{request.version.major}.{request.version.minor}"
         raise BadHead("version", "HTTP/1.1 or HTTP/1.0", seen)
-    for name in _ONCE:
-        count = len(request.headers.getall(name, ()))
-        if count > 1:  # the values may be keys
-            raise BadHead(name, "one header of this name", f"{count} of them")
+    check_repeats(request.headers)
     codings = ",".join(request.headers.getall(_TRANSFER, ()))
     if codings.strip().lower() not in ("", "chunked"):
         raise UnsupportedEncoding(_TRANSFER, "chunked, once", codings[:80])

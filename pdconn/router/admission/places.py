@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from aiohttp import web
+from multidict import CIMultiDictProxy
 
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.router_errors import BadBody, BodyTooLarge, Busy, UnsupportedEncoding
@@ -193,11 +194,7 @@ class BodyReader:
             BadBody: the body ends before its announced length.
             Busy: the budget of all bodies is exhausted.
         """
-        codings = ",".join(http.headers.getall("Content-Encoding", ()))
-        if codings.strip().lower() not in ("", "identity"):
-            raise UnsupportedEncoding("Content-Encoding", "identity (no encoding)", codings)
-        if (http.content_length or 0) > self.max_nbytes:
-            raise self._too_large()
+        check_body_head(http.headers, self.max_nbytes)
         try:
             if http.content.is_eof():  # the body arrived with the head, as short ones do
                 return self._keep(http.content.read_nowait(), 0, held)
@@ -213,10 +210,36 @@ class BodyReader:
         return b"".join(pieces)
 
     def _keep(self, piece: bytes, nbytes_before: int, held: HeldBody) -> bytes:
-        if nbytes_before + len(piece) > self.max_nbytes:
-            raise self._too_large()
-        held.grow(len(piece))
+        count_piece(piece, nbytes_before, held, self.max_nbytes)
         return piece
 
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge("body", f"at most {self.max_nbytes} bytes", "more")
+
+def check_body_head(headers: CIMultiDictProxy[str], max_nbytes: int) -> None:
+    """Check what a request's head says of its body.
+
+    Raises:
+        UnsupportedEncoding: it is compressed.
+        BodyTooLarge: its announced length exceeds ``max_nbytes``.
+    """
+    codings = ",".join(headers.getall("Content-Encoding", ()))
+    if codings.strip().lower() not in ("", "identity"):
+        raise UnsupportedEncoding("Content-Encoding", "identity (no encoding)", codings)
+    length = headers.get("Content-Length", "")
+    if length.isascii() and length.isdigit() and int(length) > max_nbytes:
+        raise _too_large(max_nbytes)
+
+
+def count_piece(piece: bytes, nbytes_before: int, held: HeldBody, max_nbytes: int) -> None:
+    """Count the next bytes of a body.
+
+    Raises:
+        BodyTooLarge: the body exceeds ``max_nbytes``.
+        Busy: the budget of all bodies is exhausted.
+    """
+    if nbytes_before + len(piece) > max_nbytes:
+        raise _too_large(max_nbytes)
+    held.grow(len(piece))
+
+
+def _too_large(max_nbytes: int) -> BodyTooLarge:
+    return BodyTooLarge("body", f"at most {max_nbytes} bytes", "more")

@@ -113,6 +113,10 @@ class EngineAnswer:
         if self._first_chunk is None:
             self._first_chunk = await self._read()
 
+    async def wait_begun(self) -> bool:
+        """Whether there is an answer: its head has come."""
+        return True
+
     @property
     def first_chunk(self) -> bytes:
         """The beginning of the body that ``await_first`` has received."""

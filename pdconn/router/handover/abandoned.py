@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from pdconn.router.background import Background
@@ -55,7 +56,10 @@ class Answer(Protocol):
     """What a request's hand-over gives: an engine's answer, or where it is to come from."""
 
     def close(self) -> None:
-        """Ends the request there, if it has not ended."""
+        """End the request there, if it has not ended."""
+
+    async def wait_begun(self) -> bool:
+        """Wait until the answer has begun; False if it will not."""
 
 
 class AbandonedRequests:
@@ -82,20 +86,27 @@ class AbandonedRequests:
             self._tickets.give_back(request, ticket)
 
     def decode_was_first(
-        self, request: RoutedRequest, prefill: asyncio.Task[Answer | None]
+        self,
+        request: RoutedRequest,
+        prefill: asyncio.Task[Any],
+        answer: Answer | None,
     ) -> None:
-        """Take over ``prefill``, which nothing waits for: decode has answered, or failed."""
+        """Take over ``prefill``, which nothing waits for: decode has its ``answer``, or failed."""
         request.held.add_user()
-        if not self._running.spawn(self._finish_prefill(request, prefill), "finish a late prefill"):
+        finish = self._finish_prefill(request, prefill, answer)
+        if not self._running.spawn(finish, "finish a late prefill"):
             request.held.drop_user()
             prefill.cancel()
             prefill.add_done_callback(close_answer)
 
     async def _finish_prefill(
-        self, request: RoutedRequest, prefill: asyncio.Task[Answer | None]
+        self, request: RoutedRequest, prefill: asyncio.Task[Any], answer: Answer | None
     ) -> None:
         try:
-            async with asyncio.timeout(self._late_s):
+            late_s = self._late_s
+            if answer is not None and not await _first_of(answer.wait_begun(), prefill):
+                late_s = self._patience_s
+            async with asyncio.timeout(late_s):
                 await prefill
         except (TimeoutError, Abandoned, Refusal):
             pass
@@ -139,6 +150,16 @@ class AbandonedRequests:
         if request.ticket is None:
             return 0.0  # no blocks depend on it
         return max(0.0, self._patience_s - (time.perf_counter() - decode.at_s))
+
+
+async def _first_of(begun: Coroutine[Any, Any, bool], prefill: asyncio.Task[Any]) -> bool:
+    """Whether the answer has begun, or prefill has ended before that is known."""
+    waiting = asyncio.create_task(begun)
+    try:
+        await asyncio.wait({waiting, prefill}, return_when=asyncio.FIRST_COMPLETED)
+        return not waiting.done() or waiting.result()
+    finally:
+        waiting.cancel()
 
 
 def close_answer(task: asyncio.Task[Any]) -> None:

@@ -120,7 +120,9 @@ class AskedDecode:
         """Note an answer; returns a failure if another engine is to be asked instead."""
         engine, status = candidate.engine, _status(answer)
         at_s = time.perf_counter()
-        failure = self.tries.refused_request(Role.DECODE, answer, status, request)
+        failure = self.tries.refused_request(
+            Role.DECODE, engine, status, request, answer.headers.get("Retry-After")
+        )
         if failure is None and await self.router.is_shorter(engine, status, request):
             failure = self.tries.too_short(Role.DECODE, engine, request)
         had_ticket = request.usable_ticket is not None

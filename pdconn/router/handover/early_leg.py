@@ -142,7 +142,9 @@ class EarlyLeg(Generic[A]):
             elif self._decode.done():
                 if not prefill.done():
                     legs.discard(prefill)
-                    self._legs.abandoned.decode_was_first(self._request, prefill)
+                    failed = self._decode.cancelled() or self._decode.exception() is not None
+                    served = None if failed else self._decode.result()
+                    self._legs.abandoned.decode_was_first(self._request, prefill, served)
                 answer = self._decode.result()
                 return answer
             # 2. Prefill refuses the client's mistake, or no engine is left.

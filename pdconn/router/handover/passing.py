@@ -12,6 +12,7 @@ from typing import Any
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineAnswer
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
 from pdconn.router.openai.passed import Asks
@@ -61,10 +62,8 @@ class PassThrough:
         second: EngineAnswer | None = None
         tries = self.handover.tries
         try:
-            engines = self.handover.router.by_load(self._engines(passing))
-            # Only one engine keeps a response, so all are tried.
-            all_of_them = passing.asks is Asks.HOLDER
-            for engine in engines if all_of_them else tries.bounded(engines):
+            engines = self.handover.router.by_load(engines_for(self.handover.engines, passing))
+            for engine in engines if may_ask_all(passing) else tries.bounded(engines):
                 try:
                     answer = await self._ask(engine, passing)
                 except (ConnectFailed, ConnectionLost) as error:
@@ -72,8 +71,14 @@ class PassThrough:
                     failures.append(tries.engine_failed(role, engine, passing.request_id, error))
                     continue
                 role = self._role(engine)
-                failure = tries.engine_refused(role, answer, answer.status, passing.request_id)
-                is_unknown = passing.asks is Asks.HOLDER and answer.status == _NOT_FOUND
+                failure = tries.engine_refused(
+                    role,
+                    engine,
+                    answer.status,
+                    passing.request_id,
+                    answer.headers.get("Retry-After"),
+                )
+                is_unknown = may_ask_all(passing) and answer.status == _NOT_FOUND
                 if failure is None and not is_unknown:
                     return answer
                 if second is not None:
@@ -92,13 +97,6 @@ class PassThrough:
         """The role under which the engine's failures are counted."""
         [role, *_] = self.handover.engines.roles(engine) or (Role.DECODE,)
         return role
-
-    def _engines(self, passing: Passing) -> tuple[str, ...]:
-        decode = self.handover.engines.live(Role.DECODE, passing.serving)
-        prefill = self.handover.engines.live(Role.PREFILL, passing.serving)
-        if passing.asks is Asks.ANY:
-            return tuple(dict.fromkeys((*decode, *prefill)))
-        return decode if passing.asks is Asks.HOLDER else decode or prefill
 
     async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
         client = self.handover.client
@@ -124,3 +122,17 @@ class PassThrough:
         answer.when_closed(closed)
         span.note(status=answer.status)
         return answer
+
+
+def engines_for(fleet: EngineRegistry, passing: Passing) -> tuple[str, ...]:
+    """The engines that may serve a request."""
+    decode = fleet.live(Role.DECODE, passing.serving)
+    prefill = fleet.live(Role.PREFILL, passing.serving)
+    if passing.asks is Asks.ANY:
+        return tuple(dict.fromkeys((*decode, *prefill)))
+    return decode if passing.asks is Asks.HOLDER else decode or prefill
+
+
+def may_ask_all(passing: Passing) -> bool:
+    """Whether one engine after the other is asked: only one keeps a response."""
+    return passing.asks is Asks.HOLDER

@@ -172,7 +172,13 @@ class Prefill:
 
     async def _refused(self, request: RoutedRequest, answer: EngineAnswer) -> _NotPrefilled | None:
         """Note a refusal; None if it is the client's mistake."""
-        failure = self.tries.refused_request(Role.PREFILL, answer, answer.status, request)
+        failure = self.tries.refused_request(
+            Role.PREFILL,
+            answer.engine,
+            answer.status,
+            request,
+            answer.headers.get("Retry-After"),
+        )
         if failure is not None:
             return _NotPrefilled(failure, Direct.PREFILL_ERROR)
         if await self.router.is_shorter(answer.engine, answer.status, request):

@@ -22,7 +22,6 @@ from msgspec import Raw
 from pdconn.router.fleet.engine_client import (
     ConnectFailed,
     ConnectionLost,
-    EngineAnswer,
     EngineTimedOut,
     IdleConnectionLost,
     OutOfResources,
@@ -237,12 +236,17 @@ class EngineTries:
         return self.engine_failed(role, engine, request.request_id, error)
 
     def refused_request(
-        self, role: Role, answer: EngineAnswer, status: int, request: RoutedRequest
+        self,
+        role: Role,
+        engine: str,
+        status: int,
+        request: RoutedRequest,
+        retry_after: str | None,
     ) -> EngineFailure | None:
         """Note a refusal (``engine_refused``) of a request that goes on to another engine."""
-        failure = self.engine_refused(role, answer, status, request.request_id)
+        failure = self.engine_refused(role, engine, status, request.request_id, retry_after)
         if failure is not None:
-            request.note(Failed(answer.engine, role, status == INTERNAL_ERROR))
+            request.note(Failed(engine, role, status == INTERNAL_ERROR))
         return failure
 
     def too_short(self, role: Role, engine: str, request: RoutedRequest) -> EngineFailure:
@@ -274,10 +278,12 @@ class EngineTries:
         return EngineFailure(engine, str(error))
 
     def engine_refused(
-        self, role: Role, answer: EngineAnswer, status: int, request_id: str
+        self, role: Role, engine: str, status: int, request_id: str, retry_after: str | None
     ) -> EngineFailure | None:
-        """Note an answer's status; returns a failure if another engine is to be asked."""
-        engine = answer.engine
+        """Note an answer's status; returns a failure if another engine is to be asked.
+
+        ``retry_after``: the answer's ``Retry-After``.
+        """
         # 1. The answer goes to the client, also if it is an error of the client.
         if status not in ELSEWHERE:
             self.engines.rests.note_success(engine)
@@ -287,8 +293,7 @@ class EngineTries:
         why = f"answered {status}"
         if status >= INTERNAL_ERROR:
             self.health.suspect(engine, why, request_id)
-        named_s = retry_after_s(answer.headers.get("Retry-After"))
-        self._rest(engine, why, request_id, named_s)
+        self._rest(engine, why, request_id, retry_after_s(retry_after))
         return EngineFailure(engine, why)
 
     def _rest(self, engine: str, why: str, request_id: str, named_s: float | None = None) -> None:

@@ -1,0 +1,247 @@
+"""Decode's leg where a gateway sends the request: which engines it is to ask, and with what.
+
+::
+
+    gateway ──head, body──► prefill's leg ──ticket──► Pick ──► gateway ──► decode ──► client
+                                                        ▲                    │
+                                                        └── status, end ─────┘
+
+The answer never passes through this process; the gateway tells its status, and when it has ended.
+A gateway asks the second engine of a pick only if it could not connect to the first, so that at
+most one engine can have seen the ticket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from multidict import CIMultiDict
+
+from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.flights import Flight
+from pdconn.router.fleet.member import Role
+from pdconn.router.handover.abandoned import AbandonedRequests
+from pdconn.router.handover.passing import Passing, engines_for, may_ask_all
+from pdconn.router.handover.tries import EngineTries
+from pdconn.router.openai.bodies import decode_body
+from pdconn.router.openai.passed import Asks
+from pdconn.router.openai.requests import asking, text, to_rank
+from pdconn.router.router_errors import NoEngineLeft
+from pdconn.router.routing.decide import RequestRouter
+from pdconn.router.routing.policy import Candidate
+from pdconn.router.routing.request_events import (
+    Began,
+    FirstByte,
+    Learned,
+    Over,
+    Passed,
+    StepKind,
+)
+from pdconn.router.routing.routed_request import RoutedRequest
+
+MOST_PICKED = 3
+"""Engines of a pick: a gateway that cannot connect to this many gives up."""
+LOOK_UP_S = 5.0
+"""Time-out of asking one engine whether it keeps a response."""
+_NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What a gateway tells of an answer: its status, and ``Retry-After``."""
+
+    status: int
+    retry_after: str | None = None
+
+
+class Pick:
+    """Where a gateway is to send a request.
+
+    Its owner tells it once of the answer's head, if there is one, and of the end.
+
+    Args:
+        engines: base URLs, in the order in which they are to be asked.
+        headers: of the request.
+        body: of the request; None: the client's.
+        answered: is called with the engine that is taken for the one that answers, and the head.
+        closed: is called at the end; with False if there was no answer.
+    """
+
+    def __init__(
+        self,
+        engines: tuple[str, ...],
+        headers: CIMultiDict[str],
+        body: bytes | None,
+        answered: Callable[[str, AnswerHead], None],
+        closed: Callable[[bool], None],
+    ) -> None:
+        self.engines = engines
+        self.headers = headers
+        self.body = body
+        self._answered = answered
+        self._closed: Callable[[bool], None] | None = closed
+        self._begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def answer_began(self, head: AnswerHead, engine: str | None = None) -> None:
+        """The head of the answer has come; ``engine``: from which, if that is known."""
+        if self._closed is not None and not self._begun.done():
+            self._begun.set_result(True)
+            self._answered(engine if engine in self.engines else self.engines[0], head)
+
+    async def wait_begun(self) -> bool:
+        """Wait until the answer has begun; False if it will not."""
+        return await asyncio.shield(self._begun)
+
+    def close(self) -> None:
+        """The request has ended at the gateway.  Idempotent."""
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            has_begun = self._begun.done()
+            if not has_begun:
+                self._begun.set_result(False)
+            closed(has_begun)
+
+
+@dataclass(frozen=True, slots=True)
+class PickedDecode:
+    """Decode's legs of requests whose answers pass through a gateway."""
+
+    client: EngineClient
+    router: RequestRouter
+    tries: EngineTries
+    abandoned: AbandonedRequests
+
+    async def decode(self, request: RoutedRequest, candidates: Iterable[Candidate]) -> Pick:
+        """The engines that are to be asked, and the request for them."""
+        chosen = list(islice(candidates, MOST_PICKED))
+        if not chosen:
+            raise self.tries.no_decode_left()
+        first = chosen[0]
+        # The header of a rank is for one engine: another may have fewer.
+        engines = (first.engine,) if first.rank is not None else tuple(c.engine for c in chosen)
+        facts = {
+            "handed_over": request.usable_ticket is not None,
+            "early": request.early is not None,
+        }
+        began = request.begin_step(StepKind.DECODE, first.engine, **facts)
+        headers = to_rank(request.headers, first.rank)
+        if request.trace is not None:
+            request.trace.inject(began, headers)
+        keep = self.router.sessions.ask_to_keep(request.session, first.engine)
+        body = decode_body(request.body, request.usable_ticket, keep)
+        flight = self.router.loads.inflight.start_request(first.engine, 0, first.rank)
+        # Until the answer begins its ticket may have to be returned, for which the body is needed.
+        request.held.add_user()
+        return Pick(
+            engines,
+            headers,
+            body,
+            partial(self._answered, request, began),
+            partial(self._closed, request, began, flight),
+        )
+
+    async def decode_where_kept(
+        self, request: RoutedRequest, candidates: Iterable[Candidate]
+    ) -> Pick:
+        """As ``decode``, of the engine that keeps the response that the request continues."""
+        name = text(request.body.fields.get("previous_response_id"))
+        if name is None:
+            return await self.decode(request, candidates)
+        by_engine = {one.engine: one for one in candidates}
+        ask = partial(is_kept, self.client, response=name, headers=request.headers)
+        keeper = await keeper_of(by_engine, ask)
+        return await self.decode(
+            request, by_engine.values() if keeper is None else (by_engine[keeper],)
+        )
+
+    def _answered(
+        self, request: RoutedRequest, began: Began, engine: str, head: AnswerHead
+    ) -> None:
+        at_s = time.perf_counter()
+        request.note(Learned(began, {"status": head.status}))
+        self.tries.refused_request(Role.DECODE, engine, head.status, request, head.retry_after)
+        if head.status >= 400:
+            # As where this process asks decode: vLLM does not report all of these to the lender.
+            self.abandoned.return_ticket(request)
+        request.note(FirstByte(began, True, at_s=at_s))
+        request.note(Passed(head.status, True))
+        request.held.drop_user()
+
+    def _closed(
+        self, request: RoutedRequest, began: Began, flight: Flight, has_begun: bool
+    ) -> None:
+        flight.finish()
+        request.note(Over(began, None if has_begun else "no answer began"))
+        if not has_begun:
+            # The client has left, and decode may never have had the request.
+            self.abandoned.return_ticket(request)
+            request.held.drop_user()
+
+
+@dataclass(frozen=True, slots=True)
+class PickedPasses:
+    """Picks engines for requests that one engine serves (``passing``)."""
+
+    client: EngineClient
+    router: RequestRouter
+    tries: EngineTries
+
+    async def pass_on(self, passing: Passing) -> Pick:
+        """The engines that are to be asked; the body stays the client's.
+
+        Raises:
+            NoEngineLeft: no engine is up.
+        """
+        engines = self.router.by_load(engines_for(self.tries.engines, passing))
+        if not engines:
+            known = self.tries.engines.failures(Role.DECODE, ())
+            raise NoEngineLeft(Role.DECODE.value, known)
+        if may_ask_all(passing):
+            name = passing.path.split("?")[0].split("/")[3]
+            ask = partial(is_kept, self.client, response=name, headers=passing.headers)
+            keeper = await keeper_of(engines, ask)
+            engines = engines if keeper is None else [keeper]
+        picked = tuple(engines[:MOST_PICKED])
+        flight = self.router.loads.inflight.start_request(picked[0], 0)
+
+        def answered(engine: str, head: AnswerHead) -> None:
+            role = Role.PREFILL if passing.asks is Asks.ANY else Role.DECODE
+            passing.span.note(status=head.status)
+            self.tries.engine_refused(
+                role, engine, head.status, passing.request_id, head.retry_after
+            )
+
+        def closed(has_begun: bool) -> None:
+            del has_begun
+            flight.finish()
+
+        return Pick(picked, passing.headers, None, answered, closed)
+
+
+async def keeper_of(engines: Iterable[str], ask: Callable[[str], Awaitable[bool]]) -> str | None:
+    """The engine that keeps a response; None if none does.
+
+    The router keeps no state about responses, so that several routers share nothing.
+    """
+    for engine in engines:
+        if await ask(engine):
+            return engine
+    return None
+
+
+async def is_kept(
+    client: EngineClient, engine: str, response: str, headers: CIMultiDict[str]
+) -> bool:
+    """Whether an engine keeps a response."""
+    try:
+        async with asyncio.timeout(LOOK_UP_S):
+            answer = await client.get_page(engine, f"/v1/responses/{response}", asking(headers))
+    except (TimeoutError, ConnectFailed, ConnectionLost):
+        return False
+    answer.close()
+    return answer.status != _NOT_FOUND

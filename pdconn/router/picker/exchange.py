@@ -1,0 +1,188 @@
+"""One request at a gateway: the messages about it, from its head to its end.
+
+::
+
+    head ──► body ──► (answering) ──► pick ──► head of the answer ──► end
+                          │
+                          └──► refusal: the picker's own answer
+
+The gateway ends its call when the request has ended, or its client has left; while the request is
+being answered that cancels the task which answers it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from pdconn.router.admission.places import HeldBody, check_body_head, count_piece
+from pdconn.router.picker.messages import (
+    Head,
+    answer_message,
+    echoes_answers,
+    go_on,
+    head_of,
+    pick_messages,
+    refusal_message,
+    takes_pieces,
+)
+from pdconn.router.router_errors import UnfitGateway
+
+
+class GatewayLeft(Exception):
+    """The gateway has ended its call: the client has left."""
+
+
+class Exchange:
+    """The messages about one request.
+
+    Args:
+        context: of the call, whose handler runs in the current task.
+        max_nbytes: of a body.
+
+    Attributes:
+        head: of the request, once it has been read.
+        raw: its body, once it has been read.
+        has_left: whether the gateway has ended its call while the request was being answered.
+    """
+
+    def __init__(self, context: Any, max_nbytes: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self.head = Head({}, CIMultiDict(), False)
+        self.raw: bytes | None = None
+        self.has_left = False
+        self._context = context
+        self._max_nbytes = max_nbytes
+        self._in_pieces = False
+        self._echoes = False
+        self._had_trailers = False
+        self._next: asyncio.Task[Any] | None = None
+
+    async def read_head(self) -> None:
+        """Read the head.
+
+        Raises:
+            GatewayLeft: there is none.
+            UnfitGateway: the gateway's modes cannot be served.
+        """
+        message = await self._read()
+        self.head = head_of(message.request_headers)
+        in_pieces = takes_pieces(message)
+        if in_pieces is None:
+            raise UnfitGateway
+        self._in_pieces = in_pieces
+        self._echoes = echoes_answers(message)
+
+    async def read_body(self, held: HeldBody) -> bytes:
+        """Read the whole body, counting it in ``held``.
+
+        Raises:
+            UnsupportedEncoding, BodyTooLarge, Busy: as for ``BodyReader.read_body``.
+            GatewayLeft: the client has left before its end.
+        """
+        check_body_head(CIMultiDictProxy(self.head.headers), self._max_nbytes)
+        pieces: list[bytes] = []
+        if self.head.has_body:
+            if not self._in_pieces:
+                await self._context.write(go_on())
+            nbytes, has_more = 0, True
+            while has_more:
+                message = await self._read()
+                if message.WhichOneof("request") == "request_trailers":
+                    self._had_trailers = True
+                    break
+                piece = message.request_body.body
+                count_piece(piece, nbytes, held, self._max_nbytes)
+                nbytes += len(piece)
+                pieces.append(piece)
+                has_more = self._in_pieces and not message.request_body.end_of_stream
+        self.raw = b"".join(pieces)
+        return self.raw
+
+    def watch(self) -> None:
+        """Cancel the task if the gateway ends its call before the next message is read."""
+        self._next = asyncio.ensure_future(self._context.read())
+
+        def came(read: asyncio.Task[Any]) -> None:
+            left = not read.cancelled() and (
+                read.exception() is not None or read.result() is grpc.aio.EOF
+            )
+            if left and self._next is read:
+                self.has_left = True
+                self._task.cancel()
+
+        self._next.add_done_callback(came)
+
+    async def send_pick(
+        self, headers: CIMultiDict[str], body: bytes | None, endpoints: Iterable[str]
+    ) -> None:
+        """Send the request on to endpoints; ``body``: None for the client's."""
+        raw, self.raw = self.raw or b"", None
+        messages = pick_messages(
+            self.head,
+            headers,
+            raw if body is None else body,
+            ",".join(endpoints),
+            in_pieces=self._in_pieces,
+            has_trailers=self._had_trailers,
+        )
+        for message in messages:
+            await self._context.write(message)
+
+    async def refuse(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Answer the client in the gateway's place, which ends the call."""
+        try:
+            await self._context.write(refusal_message(status, headers, body))
+        except asyncio.CancelledError:
+            _is_over(self._task)
+
+    async def next_message(self, *, has_answer: bool) -> Any:
+        """The next message about the answer; None at the end.
+
+        ``has_answer``: whether the answer has begun.  Then the call may be cancelled at any time,
+        by the gateway once the answer has ended, or by ``release``.
+        """
+        try:
+            return await self._read()
+        except GatewayLeft:
+            return None
+        except asyncio.CancelledError:
+            if not has_answer:
+                raise
+            _is_over(self._task)
+            return None
+
+    def release(self) -> None:
+        """Let an answer that has begun go on without this process.
+
+        The call then ends in order.  One that is broken off ends its answer, too, at a gateway that
+        does not go on without a picker.
+        """
+        self._task.cancel()
+
+    async def go_on(self, message: Any, headers: Mapping[str, str]) -> None:
+        """Let an answer go on, with ``headers`` set in its head."""
+        await self._context.write(answer_message(message, headers, echoes=self._echoes))
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._next is not None:
+            self._next.cancel()
+
+    async def _read(self) -> Any:
+        reading, self._next = self._next, None
+        message = await (self._context.read() if reading is None else reading)
+        if message is grpc.aio.EOF:
+            raise GatewayLeft
+        return message
+
+
+def _is_over(task: asyncio.Task[Any]) -> None:
+    """The task was cancelled because all is done."""
+    task.uncancel()
