@@ -137,7 +137,7 @@ class PickerService:
             exchange.watch()
         with self._api.counting(route.name, client) as counted:
             async with self._api.answering(client, route.answer) as (answered, _):
-                counted.status, counted.end = await self._send(exchange, task, served, answered)
+                counted.status, counted.end = await self._send(exchange, served, answered)
         return counted.status
 
     async def _send(
