@@ -166,9 +166,14 @@ class Exchange:
         """
         self._task.cancel()
 
-    async def go_on(self, message: Any, headers: Mapping[str, str]) -> None:
-        """Let an answer go on, with ``headers`` set in its head."""
-        await self._context.write(answer_message(message, headers, echoes=self._echoes))
+    async def go_on(self, message: Any, headers: Mapping[str, str]) -> bool:
+        """Let an answer go on, with ``headers`` set in its head; False if the call is over."""
+        try:
+            await self._context.write(answer_message(message, headers, echoes=self._echoes))
+        except asyncio.CancelledError:
+            _is_over(self._task)
+            return False
+        return True
 
     def close(self) -> None:
         """Stop reading."""

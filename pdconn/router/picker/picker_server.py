@@ -30,8 +30,6 @@ from pdconn.router.router_limits import LIMITS, Limits
 from pdconn.router.router_server import EngineReady, Running, Services, client_api, running_router
 from pdconn.router.routing.policy import Policy
 
-DEFAULT_PORT = 9002
-"""The port of endpoint pickers in the Gateway API Inference Extension."""
 HEALTH_EVERY_S = 1.0
 #: Beside the body, a message has a head.
 _HEAD_NBYTES = 1 << 20

@@ -191,10 +191,10 @@ class PickerService:
                 headers = ours
                 if self._api.config.listen.show_engines:
                     headers = {**ours, ENGINE_HEADER: engine or pick.engines[0]}
-            await exchange.go_on(message, headers)
+            goes_on = await exchange.go_on(message, headers)
+            if not goes_on or (status is not None and self._is_draining):
+                break
             if status is not None:
-                if self._is_draining:
-                    break
                 self._answered.add(exchange)
         return status, end
 

@@ -71,6 +71,11 @@ COMMANDS: tuple[Command, ...] = (
         "serve an OpenAI API over prefill and decode engines",
     ),
     Command(
+        "picker",
+        "pdconn.tools.cli.proxy.picker_command",
+        "tell a gateway, such as Envoy, where to send each request",
+    ),
+    Command(
         "score",
         "pdconn.tools.cli.score_command",
         "explain how the router scores a request's prefix",
@@ -145,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, or argparse raises it."""
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = next((word for word in argv if not word.startswith("-")), None)
-    if asked == "proxy" and threading.current_thread() is threading.main_thread():
+    if asked in ("proxy", "picker") and threading.current_thread() is threading.main_thread():
         # By default it ends the process, until the proxy uses it for reloads.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     output = watch_stdout()

@@ -78,7 +78,7 @@ def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     from pdconn.router.prefix.kv_events import Batch
     from pdconn.router.proxy_config import ProxyConfig
     from pdconn.router.router_server import running_proxy as in_this_process
-    from pdconn.tools.cli.proxy.proxy_command import _loop_factory
+    from pdconn.tools.cli.proxy.router_command import loop_factory
 
     seen: list[float] = []
     began, apply = time.time(), PrefixCaches.apply_batch
@@ -97,5 +97,5 @@ def probe(port: int, prefill: str, decode: str, out: Path) -> None:
             await stop.wait()
             out.write_text(json.dumps(seen), encoding="utf-8")
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(serve())

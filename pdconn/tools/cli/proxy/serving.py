@@ -1,4 +1,4 @@
-"""``pdconn proxy`` while it serves: progress on stdout, and signal handling."""
+"""A router while it serves: progress on stdout, and signal handling."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import logging
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_errors import BadSetting
-from pdconn.router.router_server import EngineReady, Running, running_proxy
+from pdconn.router.router_server import EngineReady, Running
 from pdconn.sidechannel.security import is_loopback
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 class Events:
     """Progress on stdout, as sentences or as JSON lines."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, command: str, as_json: bool) -> None:
+        self._command = command
         self._as_json = as_json
 
     def emit(self, sentence: str, event: str, **facts: object) -> None:
@@ -53,7 +54,7 @@ class Events:
         config = proxy.config
         fleet = "" if config.engines.fleet is None else f"; fleet file {config.engines.fleet}"
         self.emit(
-            f"pdconn proxy on {proxy.url} ({config.routing.policy}): "
+            f"{self._command} on {proxy.url} ({config.routing.policy}): "
             f"prefill by {', '.join(config.engines.prefill) or 'none'}; "
             f"decode by {', '.join(config.engines.decode) or 'none'}{fleet}; "
             f"admin pages and metrics on {proxy.admin_url}",
@@ -87,7 +88,13 @@ class Events:
         )
 
 
-async def serve(config: ProxyConfig, events: Events) -> int:
+RunRouter = Callable[
+    [ProxyConfig, Callable[[EngineReady], None]], AbstractAsyncContextManager[Running]
+]
+"""A router that serves while a block runs."""
+
+
+async def serve(config: ProxyConfig, events: Events, running: RunRouter) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises:
@@ -102,7 +109,7 @@ async def serve(config: ProxyConfig, events: Events) -> int:
     if config.times.wait_s is not None:
         events.wait_began(config)
     try:
-        async with running_proxy(config, events.ready) as proxy:
+        async with running(config, events.ready) as proxy:
             stop = asyncio.Event()
             _on_first_signal(stop.set)
             events.listening(proxy)
