@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +103,12 @@ async def deployment(
     num_decode: int = 1,
     word: Callable[[FakeEngine], str] = lambda engine: engine.url,
     limits: Limits = LIMITS,
+    running: Callable[..., AbstractAsyncContextManager[Running]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Deployment]:
     """Engines, a proxy over them and a client, all gone at the end.
+
+    ``running``: what serves clients in place of a proxy.
 
     ``word`` is how the command line names an engine.  With ``streams`` on, engines know them.
     """
@@ -126,6 +129,6 @@ async def deployment(
         )
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         proxy = await stack.enter_async_context(  # goes before its client
-            running_proxy(config, limits=limits)
+            (running or running_proxy)(config, limits=limits)
         )
         yield Deployment(prefill, decode, leases, proxy, client)

