@@ -59,7 +59,7 @@ class Exchange:
         self.has_left = False
         self._context = context
         self._max_nbytes = max_nbytes
-        self._in_pieces = False
+        self._in_pieces: bool | None = None
         self._echoes = False
         self._had_trailers = False
         self._next: asyncio.Task[Any] | None = None
@@ -69,15 +69,20 @@ class Exchange:
 
         Raises:
             GatewayLeft: there is none.
-            UnfitGateway: the gateway's modes cannot be served.
         """
         message = await self._read()
         self.head = head_of(message.request_headers)
-        in_pieces = takes_pieces(message)
-        if in_pieces is None:
-            raise UnfitGateway
-        self._in_pieces = in_pieces
+        self._in_pieces = takes_pieces(message)
         self._echoes = echoes_answers(message)
+
+    def check_modes(self) -> None:
+        """Check how the gateway sends requests.
+
+        Raises:
+            UnfitGateway: in a way that cannot be served.
+        """
+        if self._in_pieces is None:
+            raise UnfitGateway
 
     async def read_body(self, held: HeldBody) -> bytes:
         """Read the whole body, counting it in ``held``.
@@ -91,7 +96,8 @@ class Exchange:
         if self.head.has_body:
             if not self._in_pieces:
                 await self._context.write(go_on())
-            nbytes, has_more = 0, True
+            nbytes = 0
+            has_more: bool | None = True
             while has_more:
                 message = await self._read()
                 if message.WhichOneof("request") == "request_trailers":
@@ -129,7 +135,7 @@ class Exchange:
             headers,
             raw if body is None else body,
             ",".join(endpoints),
-            in_pieces=self._in_pieces,
+            in_pieces=self._in_pieces is True,
             has_trailers=self._had_trailers,
         )
         for message in messages:

@@ -45,6 +45,7 @@ from pdconn.router.router_errors import (
     NoEngineLeft,
     Refusal,
     Unauthorized,
+    UnfitGateway,
 )
 
 log = logging.getLogger(__name__)
@@ -87,22 +88,18 @@ class PickerService:
             exchange.close()
 
     async def _serve(self, exchange: Exchange) -> None:
-        refusal: Refusal | None = None
-        try:
-            await exchange.read_head()
-        except Refusal as unfit:
-            log.warning("pdconn: %s", unfit)
-            refusal = unfit
+        await exchange.read_head()
         head = exchange.head
         path = head.pseudo.get("path", "")
         served = Served(head.pseudo.get("method", ""), path.partition("?")[0], _client_of(head))
         status: int | None = None
         listen = self._api.config.listen
         try:
-            if refusal is not None:
-                raise refusal
+            exchange.check_modes()
             status = await self._answer(exchange, served, path)
         except Refusal as error:
+            if isinstance(error, UnfitGateway):
+                log.warning("pdconn: %s", str(error))  # the error refers to this call
             status = error.status
             body = refusal_body(error, served.path, name_engines=listen.show_engines)
             headers = {**_JSON, **error.headers}
