@@ -6,8 +6,7 @@ their own and do not clash with others of the same protocol.
 
 The generated classes on the package index do not fit into an environment of vLLM: ``xds-protos``
 replaces the files of ``googleapis-common-protos`` and ``opentelemetry-proto`` by older ones, which
-breaks OpenTelemetry's exporter, and ``envoy-data-plane`` parses in Python.  A test compares this
-table with the latter.
+breaks OpenTelemetry's exporter, and ``envoy-data-plane`` parses in Python.  Tests run a real Envoy.
 
 Source: envoy/service/ext_proc/v3/external_processor.proto and what it imports, of Envoy 1.40.
 """

@@ -27,8 +27,11 @@ def running_proxy(
     *,
     host: str = LOCALHOST,
     within: Sequence[str] = (),
+    command: str = "proxy",
 ) -> Iterator[str]:
-    """Run ``pdconn proxy`` over these URLs and yield its own URL.  Its log is ``proxy.log``.
+    """Run ``pdconn proxy``, or ``command``, over these URLs and yield its own URL.
+
+    Its log is ``proxy.log``.
 
     It listens on ``port``, and for ``admin_url`` on the next one, both on ``host``.  ``args`` are
     further arguments.  ``within`` is a prefix of the command line, such as ``ip netns exec NAME``;
@@ -41,13 +44,13 @@ def running_proxy(
     for one in (port, port + 1):
         if not within and not is_free(one, host):
             raise PortInUse("proxy", host, one)
-    command = [*within, sys.executable, "-m", "pdconn.tools.cli.main", "proxy"]
-    command += ["--host", host, "--port", str(port)]
-    command += ["--admin-host", host, "--admin-port", str(port + 1)]
-    command += ["--prefill", *prefill, "--decode", *decode, *args]
+    line = [*within, sys.executable, "-m", "pdconn.tools.cli.main", command]
+    line += ["--host", host, "--port", str(port)]
+    line += ["--admin-host", host, "--admin-port", str(port + 1)]
+    line += ["--prefill", *prefill, "--decode", *decode, *args]
     log = directory / "proxy.log"
     log.write_bytes(b"")
-    with Process("proxy", command, log.resolve()) as process:
+    with Process("proxy", line, log.resolve()) as process:
         _await_port(process, host, port)
         yield f"http://{host}:{port}"
 
