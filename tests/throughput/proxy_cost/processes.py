@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,23 @@ def listening(
     name: str, module: str, words: Sequence[object], port: int, place: Path
 ) -> Iterator[Process]:
     """A module run by Python with ``words``, once it listens; ends with the context."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    with started(name, command, port, place) as process:
+        yield process
+
+
+@contextmanager
+def started(
+    name: str,
+    command: Sequence[str],
+    port: int,
+    place: Path,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Process]:
+    """A command, once it listens on ``port``; ends with the context."""
     log = place / f"{name}.log"
     log.write_bytes(b"")
-    process = Process(name, [sys.executable, "-m", module, *map(str, words)], log)
+    process = Process(name, command, log, env=env)
     try:
         give_up = time.monotonic() + 30
         while is_free(port):

@@ -1,0 +1,67 @@
+"""The routers that are compared, each a process over the same two engines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdconn.tools.lab.ports import LOCALHOST, free_ports
+from tests.throughput.proxy_cost.processes import listening, started
+
+
+@dataclass(frozen=True)
+class RawFleet:
+    """Where both engines are asked; ``publishing``: prefill's word with its events."""
+
+    prefill: str
+    decode: str
+    publishing: str
+
+
+@contextmanager
+def raw_fleet(place: Path, writes: int) -> Iterator[RawFleet]:
+    """Both engines; ``writes``: chunks that leave decode in one write."""
+    prefill, decode, events, replay = free_ports(4)
+    module, words = "tests.throughput.proxy_cpu.raw_engines", (prefill, decode, events, replay)
+    with listening("engines", module, (*words, writes), decode, place):
+        url = f"http://{LOCALHOST}:{prefill}"
+        publishing = f"events=tcp://{LOCALHOST}:{events},replay=tcp://{LOCALHOST}:{replay}"
+        yield RawFleet(url, f"http://{LOCALHOST}:{decode}", f"{url},{publishing}")
+
+
+@dataclass(frozen=True)
+class RunningRouter:
+    """A router that listens."""
+
+    pid: int
+    port: int
+
+
+@contextmanager
+def our_proxy(
+    name: str, fleet: RawFleet, place: Path, *, policy: str, looks_up: bool, tree: Path | None
+) -> Iterator[RunningRouter]:
+    """``pdconn proxy``; of another source tree if there is one."""
+    port, admin = free_ports(2)
+    prefill = fleet.publishing if looks_up else fleet.prefill
+    command = [sys.executable, "-m", "pdconn.tools.cli.main", "proxy", "--policy", policy]
+    command += ["--port", str(port), "--admin-port", str(admin)]
+    command += ["--prefill", prefill, "--decode", fleet.decode]
+    env = dict(os.environ) if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
+    with started(name, command, port, place, env) as process:
+        yield RunningRouter(process.pid, port)
+
+
+@contextmanager
+def rival_router(name: str, program: Path, fleet: RawFleet, place: Path) -> Iterator[RunningRouter]:
+    """vllm-router in P/D mode."""
+    port, metrics = free_ports(2)
+    command = [str(program), "--port", str(port), "--prometheus-port", str(metrics)]
+    command += ["--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "warning"]
+    command += ["--prefill", fleet.prefill, "--decode", fleet.decode]
+    with started(name, command, port, place) as process:
+        yield RunningRouter(process.pid, port)
