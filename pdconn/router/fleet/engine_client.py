@@ -13,27 +13,27 @@ idle ones: ``IdleConnectionLost``, or the request is sent once more.  ``OutOfRes
 ``ConnectFailed`` that says nothing about the engine: this process ran out of file descriptors or
 memory.
 
-Answers pass byte for byte: nothing is decompressed, decoded or joined, and no cookie of one client
-reaches another.
+Answers pass byte for byte: nothing is decompressed or decoded, and no cookie of one client reaches
+another.  ``connections`` has the connections themselves.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import os
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
 import aiohttp
 from multidict import CIMultiDict
-from yarl import URL
 
+from pdconn.router.fleet.connections.engine_connection import EngineConnection, EngineResponse
+from pdconn.router.fleet.connections.engine_pool import EnginePool, Origin, origin_of
+from pdconn.router.fleet.connections.request_head import request_head
 from pdconn.router.fleet.engine_sockets import EngineSockets
 from pdconn.router.openai.requests import OF_THE_ANSWER, keep_end_to_end
 from pdconn.router.router_errors import Busy
@@ -42,9 +42,6 @@ from pdconn.router.router_errors import Busy
 #: closes it first; otherwise some requests would be written into a connection that is just closing,
 #: and would have to be sent again.
 KEEPALIVE_S = 4.0
-
-#: aiohttp writes bytes in one piece and warns above 1 MiB; a file in pieces.
-_ONE_PIECE_NBYTES = 1 << 20
 
 
 Authorization = Callable[[], str | None]
@@ -78,23 +75,16 @@ class Delivery:
     begun: bool = False
 
 
-@dataclass(slots=True)
-class _Sending:
-    """One request being sent; ``reuses``: the connection had served another request before."""
-
-    delivery: Delivery
-    reuses: bool = False
-
-
 class EngineAnswer:
     """An engine's answer, of which only the head has been read.
 
     Its owner closes it.  Closing early closes the connection, which makes vLLM abort the request.
     """
 
-    def __init__(self, engine: str, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, engine: str, response: EngineResponse) -> None:
         self.engine = engine
         self._response = response
+        self._headers: CIMultiDict[str] | None = None
         self._first_chunk: bytes | None = None
         self._when_closed: Callable[[BaseException | None], object] = _nothing
 
@@ -105,8 +95,10 @@ class EngineAnswer:
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        """The end-to-end headers of the answer."""
-        return keep_end_to_end(self._response.headers, also=OF_THE_ANSWER)
+        """The end-to-end headers of the answer, which its owner may change."""
+        if self._headers is None:
+            self._headers = keep_end_to_end(self._response.headers, also=OF_THE_ANSWER)
+        return self._headers
 
     async def await_first(self) -> None:
         """Wait until the body has begun, or has ended empty."""
@@ -133,6 +125,15 @@ class EngineAnswer:
         chunk, self._first_chunk = self._first_chunk, None
         return chunk
 
+    async def pass_to(self, sink: Callable[[bytes], bool]) -> None:
+        """Call ``sink`` with all bytes that arrive, at once, until it returns False.
+
+        Only after ``next_chunk``, which also has what comes with the end, and the error of a
+        connection that breaks.
+        """
+        if self._first_chunk is None:
+            await self._response.content.pass_to(sink)
+
     @property
     def is_complete(self) -> bool:
         """Whether the whole body has been received, so that reading it does not wait."""
@@ -148,7 +149,7 @@ class EngineAnswer:
     async def _read(self) -> bytes:
         try:
             return await self._response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             lost = ConnectionLost(reason_of(error))
             self.close(lost)
             raise lost from error
@@ -188,32 +189,10 @@ class EngineClient:
 
     def __init__(self, connect_timeout_s: float) -> None:
         self._sockets = EngineSockets()
-        self._timeout = aiohttp.ClientTimeout(
-            # An answer may take minutes to begin and hours to end, so only connecting has a
-            # time-out.
-            total=None,
-            connect=connect_timeout_s,
-            sock_connect=connect_timeout_s,
-        )
-        self._kept = self._session(keepalive_timeout=KEEPALIVE_S)
-        self._new = self._session(force_close=True)
-
-    def _session(self, **connections: Any) -> aiohttp.ClientSession:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_create_end.append(_note_new)
-        trace.on_connection_reuseconn.append(_note_reused)
-        trace.on_request_headers_sent.append(_note_sent)
-        return aiohttp.ClientSession(
-            # No limit per host: the engines queue, not the router.
-            connector=aiohttp.TCPConnector(
-                limit=0, socket_factory=self._sockets.open_socket, **connections
-            ),
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("Accept-Encoding", "User-Agent"),
-            trace_configs=[trace],
-        )
+        # An answer may take minutes to begin and hours to end, so only connecting has a time-out.
+        self._connect_timeout_s = connect_timeout_s
+        # No limit per host: the engines queue, not the router.
+        self._pool = EnginePool(self._sockets.open_socket, connect_timeout_s, KEEPALIVE_S)
 
     async def post_body(
         self,
@@ -253,97 +232,59 @@ class EngineClient:
         delivery: Delivery | None = None,
         may_repeat: bool = True,
     ) -> EngineAnswer:
-        url = URL(engine + path, encoded=True)
-        sending = _Sending(delivery or Delivery())
-        send = partial(self._send, method=method, url=url, headers=headers, sending=sending)
-        try:
-            response = await send(self._kept, body)
-        except ConnectionLost as error:
-            if not sending.reuses:
-                raise
-            if not may_repeat:
-                raise IdleConnectionLost(str(error)) from error
+        origin, delivery = origin_of(engine), delivery or Delivery()
+        head = request_head(method, origin, path, headers, None if body is None else len(body))
+        connection = self._pool.take_kept(origin)
+        if connection is not None:
+            delivery.begun = True
             try:
-                response = await send(self._new, body)
-            except ConnectFailed as failed:
-                # The first attempt may have been seen.
-                raise ConnectionLost(str(failed)) from failed
-        return EngineAnswer(engine, response)
-
-    async def _send(
-        self,
-        session: aiohttp.ClientSession,
-        body: bytes | None,
-        *,
-        method: str,
-        url: URL,
-        headers: CIMultiDict[str],
-        sending: _Sending,
-    ) -> aiohttp.ClientResponse:
-        is_long = body is not None and len(body) > _ONE_PIECE_NBYTES
+                return EngineAnswer(engine, await connection.ask(head, body))
+            except OSError as error:
+                lost = reason_of(error)
+                if not may_repeat:
+                    raise IdleConnectionLost(lost) from error
         try:
-            return await session.request(
-                method,
-                url,
-                data=io.BytesIO(body or b"") if is_long else body,
-                headers=headers,
-                allow_redirects=False,
-                trace_request_ctx=sending,
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            connection = await self._connect(origin)
+        except ConnectFailed as failed:
+            if delivery.begun:  # the first attempt may have been seen
+                raise ConnectionLost(str(failed)) from failed
+            raise
+        delivery.begun = True
+        try:
+            return EngineAnswer(engine, await connection.ask(head, body))
+        except OSError as error:
+            raise ConnectionLost(reason_of(error)) from error
+
+    async def _connect(self, origin: Origin) -> EngineConnection:
+        try:
+            return await self._pool.open_connection(origin)
+        except TimeoutError as error:
+            within = f"no connection within {self._connect_timeout_s:g} s"
+            raise ConnectFailed(within) from error
+        except OSError as error:
             if _is_our_fault(error):
                 raise OutOfResources(f"it cannot open a connection ({reason_of(error)})") from error
             raise ConnectFailed(reason_of(error)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLost(reason_of(error)) from error
 
     async def close(self) -> None:
         """Close every connection."""
         await self._sockets.close()
-        await self._kept.close()
-        await self._new.close()
+        await self._pool.close()
 
 
 def _nothing(error: BaseException | None) -> None:
     del error
 
 
-async def _note_new(
-    session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    params: aiohttp.TraceConnectionCreateEndParams,
-) -> None:
-    del session, params
-    context.trace_request_ctx.reuses = False
-
-
-async def _note_reused(
-    session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    params: aiohttp.TraceConnectionReuseconnParams,
-) -> None:
-    del session, params
-    context.trace_request_ctx.reuses = True
-
-
-async def _note_sent(
-    session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    params: aiohttp.TraceRequestHeadersSentParams,
-) -> None:
-    del session, params
-    context.trace_request_ctx.delivery.begun = True
-
-
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-def _is_our_fault(error: Exception) -> bool:
+def _is_our_fault(error: OSError) -> bool:
     """Whether this process, not the engine, prevented the connection."""
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
+    if isinstance(error, socket.gaierror):
         # Name look-up needs a file, and does not report that it had none.
         return not _can_open_a_file()
-    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _OURS
+    return not isinstance(error, ssl.SSLError) and error.errno in _OURS
 
 
 def _can_open_a_file() -> bool:

@@ -1,8 +1,14 @@
 """Relays an engine's answer to the client, byte for byte.
 
-Chunks are written as they arrive, neither joined nor changed; an ``AnswerReader`` inspects the
-written bytes.  A client that reads slowly slows the engine's connection down instead of filling
-the router's memory.
+Bytes are written as they arrive, and unchanged; those that arrive together leave together.  An
+``AnswerReader`` inspects the written bytes.  A client that reads slowly slows the engine's
+connection down instead of filling the router's memory.
+
+aiohttp writes the head and the first bytes.  The chunks of a stream after that are written where
+they arrive, in the event loop's call for the engine's connection: no task is woken for a token::
+
+    engine's socket ──► parser ──► _Chunks ──► client's transport
+                                      │ the client does not read: back to the task, which waits
 
 A client may close its connection after the last event, before the engine closes its own; a time-out
 or broken connection after the last event has no effect on it either: such an answer is complete.
@@ -28,6 +34,8 @@ ENGINE_HEADER = "X-Pdconn-Engine"
 #: nginx, and proxies derived from it, buffer an answer unless this header disables that.
 _BUFFERING = "X-Accel-Buffering"
 _EVENTS = "text/event-stream"
+_MOST_UNSENT_NBYTES = 64 << 10
+"""Bytes for a client that does not read; the event loop pauses writing above as many."""
 
 
 class StreamEnd(Enum):
@@ -79,13 +87,7 @@ async def relay(
         try:
             async with asyncio.timeout_at(deadline_s):
                 await response.prepare(http)
-                while chunk := await answer.next_chunk():
-                    await response.write(chunk)
-                    reader.read_chunk(chunk)
-                    if began is not None and reader.error is None:
-                        began()
-                    began = None
-                await response.write_eof()
+                await _write_all(response, answer, _Chunks(http, reader), began)
         except TimeoutError:
             _break_off(http)
             end = StreamEnd.TIMED_OUT
@@ -98,6 +100,67 @@ async def relay(
             reader.read_end()
             end = StreamEnd.WHOLE
     return response, StreamEnd.WHOLE if reader.is_whole else end
+
+
+async def _write_all(
+    response: web.StreamResponse,
+    answer: EngineAnswer,
+    chunks: _Chunks,
+    began: Callable[[], object] | None,
+) -> None:
+    """Write the whole answer."""
+    # Whether aiohttp, which has prepared the response, writes it in chunks of HTTP/1.1.
+    is_chunked = response.headers.get("Transfer-Encoding") == "chunked"
+    reader = chunks.reader
+    while chunk := await answer.next_chunk():
+        # The last bytes and the end leave together.
+        await (response.write_eof if answer.is_complete else response.write)(chunk)
+        reader.read_chunk(chunk)
+        if began is not None and reader.error is None:
+            began()
+        began = None
+        if is_chunked:
+            await chunks.pass_on(answer)
+    await response.write_eof()
+
+
+class _Chunks:
+    """Writes what arrives of an answer to its client, while that reads.
+
+    ``reader`` inspects the written bytes.
+    """
+
+    __slots__ = ("_http", "_is_stopped", "_transport", "reader")
+
+    def __init__(self, http: web.Request, reader: AnswerReader) -> None:
+        self._http = http
+        self.reader = reader
+        self._transport = http.transport
+        self._is_stopped = False
+
+    async def pass_on(self, answer: EngineAnswer) -> None:
+        """Write chunks as they arrive, until ``next_chunk`` has to be called.
+
+        Raises:
+            ConnectionResetError: the client has left.
+        """
+        self._is_stopped = False
+        await answer.pass_to(self._write)
+        if self._is_stopped:
+            if self._transport is None or self._transport.is_closing():
+                raise ConnectionResetError("the client has left")
+            await self._http.writer.drain()  # the client does not read
+
+    def _write(self, data: bytes) -> bool:
+        """Write bytes as one chunk; False if the task is to go on."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self._is_stopped = True
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.reader.read_chunk(data)
+        self._is_stopped = transport.get_write_buffer_size() > _MOST_UNSENT_NBYTES
+        return not self._is_stopped
 
 
 async def _at_once(

@@ -62,7 +62,7 @@ OF_THE_ANSWER = frozenset({"content-encoding", "content-length"})
 
 
 def keep_end_to_end(
-    headers: CIMultiDictProxy[str], also: frozenset[str] = frozenset()
+    headers: CIMultiDictProxy[str] | CIMultiDict[str], also: frozenset[str] = frozenset()
 ) -> CIMultiDict[str]:
     """The end-to-end headers, repeated ones included.
 
