@@ -258,10 +258,10 @@ class EngineClient:
     async def _connect(self, origin: Origin) -> EngineConnection:
         try:
             return await self._pool.open_connection(origin)
-        except TimeoutError as error:
-            within = f"no connection within {self._connect_timeout_s:g} s"
-            raise ConnectFailed(within) from error
         except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the system's
+                within = f"no connection within {self._connect_timeout_s:g} s"
+                raise ConnectFailed(within) from error
             if _is_our_fault(error):
                 raise OutOfResources(f"it cannot open a connection ({reason_of(error)})") from error
             raise ConnectFailed(reason_of(error)) from error

@@ -214,8 +214,11 @@ class Prefill:
         _, in_flight = self.router.loads.inflight.requests_at(engine)
         limit_s = self.patience.limit_s(engine, in_flight, tried.candidate.held_or_pulled)
         try:
-            async with self._limited(tried, limit_s):
+            if limit_s is None:
                 answer = await self._ask_lending(tried)
+            else:
+                async with self._limited(tried, limit_s):
+                    answer = await self._ask_lending(tried)
         except TimeoutError as error:
             raise EngineTimedOut(f"no ticket within {limit_s:.3g} s") from error
         if isinstance(answer, _Prefilled):
@@ -223,7 +226,7 @@ class Prefill:
         return answer
 
     @asynccontextmanager
-    async def _limited(self, tried: _PrefillTry, limit_s: float | None) -> AsyncIterator[None]:
+    async def _limited(self, tried: _PrefillTry, limit_s: float) -> AsyncIterator[None]:
         """Time out after ``limit_s``.
 
         By a learned limit the last engine that can be asked times out only while its ``/health``
@@ -234,7 +237,7 @@ class Prefill:
         Raises:
             TimeoutError: the time is up.
         """
-        if limit_s is None or not self.patience.is_learned:
+        if not self.patience.is_learned:
             async with asyncio.timeout(limit_s):
                 yield
             return

@@ -395,7 +395,8 @@ class AnswerReader:
         """Parse the next bytes that were written to the client."""
         self._nbytes += len(chunk)
         if self.is_stream:
-            self._read_lines(chunk)
+            if self._rest != b"" or not _is_tokens(chunk):
+                self._read_lines(chunk)
         elif self._is_json:
             self._keep(chunk)
         if self._nbytes == self._expected:
@@ -409,8 +410,6 @@ class AnswerReader:
         self._rest = None
 
     def _read_lines(self, chunk: bytes) -> None:
-        if self._rest == b"" and _is_tokens(chunk):
-            return
         head, *others = chunk.split(b"\n")
         self._keep(head)
         for line in others:

@@ -68,8 +68,12 @@ def keep_end_to_end(
 
     ``also``: further headers to keep, which HTTP libraries usually write.
     """
-    named = ",".join(headers.getall("Connection", ())).lower().split(",")
-    dropped = (_PER_HOP | {name.strip() for name in named}) - also
+    dropped = _PER_HOP
+    if "Connection" in headers:
+        named = ",".join(headers.getall("Connection")).lower().split(",")
+        dropped |= {name.strip() for name in named}
+    if also:
+        dropped -= also
     kept: CIMultiDict[str] = CIMultiDict()
     for name, value in headers.items():
         if name.lower() not in dropped:

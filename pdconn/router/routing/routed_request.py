@@ -27,7 +27,7 @@ prefill answers it *follows*, and from then on the hand-over counts as without o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -453,8 +453,10 @@ def steps_of(events: Sequence[Event]) -> tuple[Step, ...]:
     return tuple(made)
 
 
-def _followed(events: Iterable[Event]) -> dict[Began, float | None]:
+def _followed(events: Sequence[Event]) -> dict[Began, float | None]:
     """Decode's steps that began with an early ticket, with the time of prefill's answer."""
+    if Streamed not in map(type, events):  # as without --streams
+        return {}
     found: dict[Began, float | None] = {}
     is_early = False
     for event in events:

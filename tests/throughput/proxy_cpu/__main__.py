@@ -3,7 +3,7 @@
     python -m tests.throughput.proxy_cpu --rival .rival/bin/vllm-router --json proxy_cpu.json
 
 Prefill answers a ticket at once, and decode one JSON answer or a stream of 64 chunks, each a write
-of its own 4 ms after the last.  Engines, client and router are processes of their own; engines and
+of its own 10 ms after the last.  Engines, client and router are processes of their own; engines and
 client are bare protocols of asyncio.  The routers are asked in turns.  What is counted is the
 processor time (user and system, all threads) of the router's process over the run, divided by the
 requests; the median of the rounds.  A chunk's time is the difference between a streamed request and
@@ -41,7 +41,7 @@ from tests.throughput.proxy_cpu.routers import (
 )
 from tests.throughput.proxy_cpu.used import used_s
 
-AT_ONCE = 16
+AT_ONCE, STREAMS_AT_ONCE = 16, 32
 PROMPTS = 8
 """Different prompts of a run, sent in turn."""
 JSON_REQUESTS, STREAMS = 1600, 160
@@ -137,7 +137,8 @@ def _run(
     messages = [request(way.prompt_tokens, streams=streams, rng=rng) for _ in range(PROMPTS)]
     number = int((STREAMS if streams else JSON_REQUESTS) * few)
     before_s = used_s(router.pid)
-    asking = ask_all(router.port, messages, number=number, at_once=AT_ONCE, streams=streams)
+    at_once = STREAMS_AT_ONCE if streams else AT_ONCE
+    asking = ask_all(router.port, messages, number=number, at_once=at_once, streams=streams)
     asyncio.run(asking)
     return 1000 * (used_s(router.pid) - before_s) / number
 

@@ -19,7 +19,7 @@ from pdconn.router.prefix.hashing import chain, external
 from tests.fakes.stream_engine import SCHEME, Events
 from tests.throughput.proxy_cpu.wire import take_message
 
-CHUNKS, STEP_S = 64, 0.004
+CHUNKS, STEP_S = 64, 0.01
 KNOWN = [(7919 * i) % 50_000 for i in range(16_000)]
 """The first half of every prompt is a beginning of it."""
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from pdconn.tools.lab.ports import LOCALHOST, free_ports
 from tests.throughput.proxy_cost.processes import listening, started
 
+_OURS = Path(__file__).parents[3]
+
 
 @dataclass(frozen=True)
 class RawFleet:
@@ -48,10 +50,11 @@ def our_proxy(
     """``pdconn proxy``; of another source tree if there is one."""
     port, admin = free_ports(2)
     prefill = fleet.publishing if looks_up else fleet.prefill
-    command = [sys.executable, "-m", "pdconn.tools.cli.main", "proxy", "--policy", policy]
+    # -P: the tree that the environment names, not that of the working directory.
+    command = [sys.executable, "-P", "-m", "pdconn.tools.cli.main", "proxy", "--policy", policy]
     command += ["--port", str(port), "--admin-port", str(admin)]
     command += ["--prefill", prefill, "--decode", fleet.decode]
-    env = dict(os.environ) if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
+    env = {**os.environ, "PYTHONPATH": str(tree or _OURS)}
     with started(name, command, port, place, env) as process:
         yield RunningRouter(process.pid, port)
 

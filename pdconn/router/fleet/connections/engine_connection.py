@@ -124,19 +124,25 @@ class EngineResponse:
 
     # The connection's calls
 
-    def body_arrived(self, pieces: list[bytes], *, is_whole: bool) -> None:
-        """These pieces have arrived together, and with ``is_whole`` the end."""
-        if self._sink is not None and not is_whole:
-            if not self._sink(pieces[0] if len(pieces) == 1 else b"".join(pieces)):
+    def body_arrived(self, part: bytes) -> None:
+        """This has arrived, at once."""
+        if self._sink is not None:
+            if not self._sink(part):
                 self._sink = None
                 self._wake()
             return
-        self._is_whole = is_whole
-        self._pieces += pieces
-        self._nbytes += sum(map(len, pieces))
-        if self._nbytes > MOST_BUFFERED_NBYTES and not is_whole and not self._is_paused:
+        self._pieces.append(part)
+        self._nbytes += len(part)
+        if self._nbytes > MOST_BUFFERED_NBYTES and not self._is_paused:
             self._is_paused = True
             self._connection.pause_reading()
+        self._wake()
+
+    def end_arrived(self, part: bytes) -> None:
+        """The end has arrived, with the last part of the body."""
+        self._is_whole = True
+        if part:
+            self._pieces.append(part)
         self._wake()
 
     def broke(self, error: Exception) -> None:
@@ -235,7 +241,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        answer = self._answer
+        answer, response = self._answer, self._response
         if not answer.is_expected:  # nothing was asked
             self.close()
             return
@@ -246,24 +252,35 @@ class EngineConnection(asyncio.Protocol):
                 self._break(BrokenConnection(f"its answer is not HTTP/1.1 ({error})"))
                 return
             answer.has_more = True
+        # 1. The next part of a body, as nearly always.
+        pieces = answer.pieces
+        if response is not None and pieces and not answer.is_whole:
+            part = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            self._unframed_nbytes = 0
+            response.body_arrived(part)
+        # 2. A head, an end, or something that may not be.
+        else:
+            self._take_head_or_end(answer, len(data))
+
+    def _take_head_or_end(self, answer: _Arriving, nbytes: int) -> None:
         if answer.error is not None:
             self._break(answer.error)
             return
-        pieces = answer.pieces
-        if pieces or answer.is_whole:
-            self._unframed_nbytes = 0
-        else:
-            self._unframed_nbytes += len(data)
-            if self._unframed_nbytes > MOST_HEAD_NBYTES:
-                self._break(BrokenConnection("the head of its answer is too long"))
-                return
+        self._unframed_nbytes = 0 if answer.pieces else self._unframed_nbytes + nbytes
+        if self._unframed_nbytes > MOST_HEAD_NBYTES and not answer.is_whole:
+            self._break(BrokenConnection("the head of its answer is too long"))
+            return
         if answer.has_head and self._response is None:
             self._begin_answer(answer)
-        if self._response is not None and (pieces or answer.is_whole):
-            answer.pieces = []
-            self._response.body_arrived(pieces, is_whole=answer.is_whole)
+        if self._response is None:
+            return
+        part = answer.take_body()
         if answer.is_whole:
+            self._response.end_arrived(part)
             self._end_answer(answer)
+        elif part:
+            self._response.body_arrived(part)
 
     def _begin_answer(self, answer: _Arriving) -> None:
         self._response = EngineResponse(self, answer.status, answer.headers)
@@ -286,7 +303,7 @@ class EngineConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         answer = self._answer
         if answer.has_head and answer.ends_with_connection and self._response is not None:
-            self._response.body_arrived([], is_whole=True)
+            self._response.end_arrived(b"")
             self._response = None
             answer.start_anew()
         return False  # closes the transport
@@ -324,11 +341,15 @@ class _Arriving:
     """
 
     __slots__ = (
-        "_is_interim", "ends_with_connection", "error", "has_head", "has_more", "headers",
-        "is_expected", "is_whole", "may_stay_open", "parser", "pieces", "status",
+        "_is_interim", "_num_pieces", "ends_with_connection", "error", "has_head", "has_more",
+        "headers", "is_expected", "is_whole", "may_stay_open", "on_body", "parser", "pieces",
+        "status",
     )  # fmt: skip
 
     def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        # The list's own method: a call less for each chunk.
+        self.on_body = self.pieces.append
         self.parser = httptools.HttpResponseParser(self)
         self.start_anew()
 
@@ -337,10 +358,17 @@ class _Arriving:
         self.is_expected = self._is_interim = False
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
-        self.pieces: list[bytes] = []
+        self.pieces.clear()
+        self._num_pieces = 0
         self.has_head = self.is_whole = self.has_more = False
         self.may_stay_open = self.ends_with_connection = False
         self.error: Exception | None = None
+
+    def take_body(self) -> bytes:
+        """The part of the body that has arrived, without what came after the end."""
+        part = b"".join(self.pieces[: self._num_pieces] if self.is_whole else self.pieces)
+        self.pieces.clear()
+        return part
 
     # The parser's calls; an exception of theirs would be the parser's
 
@@ -370,12 +398,9 @@ class _Arriving:
                 "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
             )
 
-    def on_body(self, data: bytes) -> None:
-        if not self.is_whole:
-            self.pieces.append(data)
-
     def on_message_complete(self) -> None:
         if self._is_interim:
             self._is_interim = False
-        else:
+        elif not self.is_whole:
             self.is_whole = True
+            self._num_pieces = len(self.pieces)

@@ -134,11 +134,12 @@ async def test_an_answer_with_one_is_cut_off_by_its_end(head: bytes) -> None:
     "answer",
     [
         OK + b"HTTP/1.1 200 OK\r\n",
+        OK + OK,
         OK + b"\x00",
         b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok",
         b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
     ],
-    ids=["another answer", "no answer", "close", "HTTP/1.0"],
+    ids=["a head", "another answer", "no answer", "close", "HTTP/1.0"],
 )
 @in_loop
 async def test_a_connection_that_may_not_stay_open_is_closed_after_the_answer(
