@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import msgspec
+
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
 from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.engine_registry import EngineRegistry
@@ -332,5 +334,6 @@ def _query(request: RoutedRequest, tokenised: Tokenised | None, has_prefill: boo
             can_hand_over,
             is_guess=counted is None,
         )
-    beginning = repr((tokenised.tokens[:BEGINNING_TOKENS], tokenised.extras)).encode()
+    first = list(tokenised.tokens[:BEGINNING_TOKENS])
+    beginning = msgspec.json.encode(first) + repr(tokenised.extras).encode()
     return RouteQuery(len(tokenised.tokens), beginning, can_hand_over)

@@ -35,6 +35,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from hashlib import blake2b
 from typing import ClassVar, Protocol
 
@@ -294,10 +295,15 @@ class PrefixAware:
         Equal means within ``TIE_TOKENS`` of the cheapest remaining one, so ties do not add up.
         """
         left = sorted(scored, key=lambda one: one.cost)
+        if len(left) < 2:
+            return tuple(left)
+        # A key has 64 bytes, and prompts with one chat template agree in them: hash them first.
+        key = blake2b(query.beginning).digest()
+        affinity = cache(partial(_affinity, key))
         ordered: list[ScoredCandidate] = []
         while left:
             ties = [one for one in left if one.cost < left[0].cost + TIE_TOKENS]
-            chosen = max(ties, key=lambda one: _affinity(query.beginning, one.candidate.engine))
+            chosen = max(ties, key=lambda one: affinity(one.candidate.engine))
             ordered.append(chosen)
             left.remove(chosen)
         return tuple(ordered)
@@ -368,9 +374,8 @@ def _alone_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     return _sum(candidate, parts)
 
 
-def _affinity(beginning: bytes, engine: str) -> bytes:
-    # A key has 64 bytes, and prompts with one chat template agree in them: hash them first.
-    return blake2b(engine.encode(), key=blake2b(beginning).digest(), digest_size=8).digest()
+def _affinity(key: bytes, engine: str) -> bytes:
+    return blake2b(engine.encode(), key=key, digest_size=8).digest()
 
 
 POLICIES = {kind.name: kind for kind in (PrefixAware, RoundRobin, Random)}

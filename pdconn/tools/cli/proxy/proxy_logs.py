@@ -41,6 +41,8 @@ def log_to_stderr(level: str, form: str) -> None:
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    # What neither format shows need not be looked up for each record.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def fail(command: str, error: Exception, form: str) -> None:
