@@ -1,4 +1,4 @@
-"""HTTP requests to engines: one shared session, and two kinds of failure.
+"""HTTP requests to engines: one pool of connections, and two kinds of failure.
 
 Whether a request may be repeated depends on whether the engine can have seen it, so the errors
 distinguish that::
@@ -180,7 +180,7 @@ class EngineAnswer:
 
 
 class EngineClient:
-    """The HTTP session shared by all requests to all engines.
+    """The connections shared by all requests to all engines.
 
     A kept connection may break under a request because its server closes it at that moment.  The
     request is then sent once more, on a new connection (RFC 9110, section 9.2.2; Envoy's

@@ -108,7 +108,7 @@ class EngineSockets:
         self._sweeping: asyncio.Task[None] | None = None
 
     def open_socket(self, address: Address) -> socket.socket:
-        """A socket for a new connection; aiohttp's ``socket_factory``."""
+        """A socket for a new connection."""
         sock = socket.socket(address[0], address[1], address[2])
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         probes = (int(DEAD_HOST_S) - _PROBE_AFTER_S) // _PROBE_EVERY_S

@@ -19,7 +19,7 @@ from tests.fakes.fake_engine import ANSWER, MODEL, ticket_of
 
 
 class ScriptedResponse:
-    """As much of aiohttp's response as an answer uses: its body has arrived whole."""
+    """As much of an ``EngineResponse`` as an answer uses: its body has arrived whole."""
 
     def __init__(self, status: int, body: bytes, **headers: str) -> None:
         self.status = status

@@ -1,6 +1,6 @@
 """Processor time of the proxy for a request in two legs, and for a chunk of its answer.
 
-    python -m tests.throughput.proxy_cpu --rival .rival/bin/vllm-router --json proxy_cpu.json
+    PDCONN_VLLM_ROUTER=.rival/bin/vllm-router python -m tests.throughput.proxy_cpu --json cpu.json
 
 Prefill answers a ticket at once, and decode one JSON answer or a stream of 64 chunks, each a write
 of its own 10 ms after the last.  Engines, client and router are processes of their own; engines and
@@ -10,9 +10,9 @@ requests; the median of the rounds.  A chunk's time is the difference between a 
 one with a JSON answer, divided by 64.
 
 ``look-up`` means that prefill publishes events, and that every prompt is hashed and scored: the
-engine holds its first half.  A rival (``pip install vllm-router==0.1.17``, in an environment of its
-own) runs in its P/D mode with round-robin.  ``--beside`` names another source tree of pdconn, such
-as the one before a change.
+engine holds its first half.  The rival, which the variable names, is of an environment of its own
+(``pip install vllm-router==0.1.17``) and runs in its P/D mode with round-robin.  ``--beside``
+names another source tree of pdconn, such as the one before a change.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from pathlib import Path
 from statistics import median
 
 from pdconn.tools.output.table import table
+from tests.throughput.proxy_cpu.pair import measure_pairs, pairs_shown
 from tests.throughput.proxy_cpu.raw_client import ask_all, request
 from tests.throughput.proxy_cpu.raw_engines import CHUNKS
 from tests.throughput.proxy_cpu.routers import (
@@ -46,6 +48,8 @@ PROMPTS = 8
 """Different prompts of a run, sent in turn."""
 JSON_REQUESTS, STREAMS = 1600, 160
 LONG_TOKENS = 32_000
+RIVAL_VARIABLE = "PDCONN_VLLM_ROUTER"
+"""The variable that names vllm-router's program."""
 
 
 @dataclass
@@ -54,7 +58,6 @@ class Way:
 
     Attributes:
         json_ms, stream_ms: processor time a request.
-        per_s: requests with a JSON answer a second, by one process, with a processor to itself.
     """
 
     name: str
@@ -105,10 +108,11 @@ def ways(args: argparse.Namespace, fleet: RawFleet, place: Path) -> Iterator[Way
             file = f"{name}-{policy}-{tokens}"
             router = our_proxy(file, fleet, place, policy=policy, looks_up=looks_up, tree=tree)
             yield Way(f"{name}, {words}", router, tokens)
-    if args.rival is not None:
+    if RIVAL_VARIABLE in os.environ:
+        program = Path(os.environ[RIVAL_VARIABLE])
         for tokens in (1000, LONG_TOKENS):
             if not args.only or f"rival {tokens}" in args.only:
-                router = rival_router(f"rival-{tokens}", args.rival, fleet, place)
+                router = rival_router(f"rival-{tokens}", program, fleet, place)
                 yield Way("vllm-router, round-robin", router, tokens)
 
 
@@ -138,7 +142,7 @@ def _run(
     number = int((STREAMS if streams else JSON_REQUESTS) * few)
     before_s = used_s(router.pid)
     at_once = STREAMS_AT_ONCE if streams else AT_ONCE
-    asking = ask_all(router.port, messages, number=number, at_once=at_once, streams=streams)
+    asking = ask_all([router.port], messages, number=number, at_once=at_once, streams=streams)
     asyncio.run(asking)
     return 1000 * (used_s(router.pid) - before_s) / number
 
@@ -164,11 +168,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="runs of each way (%(default)s)")
     parser.add_argument("--writes", type=int, default=1, help="chunks a write (%(default)s)")
-    parser.add_argument("--rival", type=Path, help="vllm-router's program")
+    parser.add_argument("--pair", action="store_true", help="only two proxies, two ways")
     parser.add_argument("--beside", type=Path, help="another source tree of pdconn")
     parser.add_argument("--only", nargs="*", help="such as 'round-robin 1000' and 'rival 1000'")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     args = parser.parse_args(argv)
+    if args.pair:
+        with tempfile.TemporaryDirectory() as directory:
+            print(pairs_shown(measure_pairs(args.rounds, Path(directory))))
+        return 0
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(args, Path(directory))
     print(shown(rows))

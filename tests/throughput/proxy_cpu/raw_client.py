@@ -71,13 +71,16 @@ class Taken:
 
 
 async def ask_all(
-    port: int, messages: Sequence[bytes], *, number: int, at_once: int, streams: bool
+    ports: Sequence[int], messages: Sequence[bytes], *, number: int, at_once: int, streams: bool
 ) -> Taken:
-    """Send ``number`` requests over ``at_once`` connections, and check every answer."""
+    """Send ``number`` requests over ``at_once`` connections, and check every answer.
+
+    ``ports``: connections are spread over them evenly.
+    """
     loop = asyncio.get_running_loop()
     left = iter(range(number))
 
-    async def run() -> None:
+    async def run(port: int) -> None:
         _, connection = await loop.create_connection(_Connection, "127.0.0.1", port)
         for one in left:
             answer = await connection.ask(messages[one % len(messages)])
@@ -88,6 +91,6 @@ async def ask_all(
 
     began_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(run())
+        for one in range(at_once):
+            group.create_task(run(ports[one % len(ports)]))
     return Taken(number, time.perf_counter() - began_s)

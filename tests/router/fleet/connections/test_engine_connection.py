@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.connections.engine_connection import (
@@ -30,7 +31,7 @@ class LoopTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written: list[bytes] = []
-        self.is_read = True
+        self._is_read = True
         self.is_closed = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -39,6 +40,9 @@ class LoopTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def is_reading(self) -> bool:
+        return self._is_read
+
     def is_closing(self) -> bool:
         return self.is_closed
 
@@ -46,10 +50,10 @@ class LoopTransport(asyncio.Transport):
         self.is_closed = True
 
     def pause_reading(self) -> None:
-        self.is_read = False
+        self._is_read = False
 
     def resume_reading(self) -> None:
-        self.is_read = True
+        self._is_read = True
 
 
 class Asked:
@@ -183,9 +187,9 @@ async def test_bytes_that_nothing_has_asked_for_close_the_connection() -> None:
     asked = Asked()
     await asked.feed(OK)
     assert await asked.whole() == b"ok"
-    assert not asked.transport.is_closed, "the control"
+    assert not asked.transport.is_closing(), "the control"
     asked.connection.data_received(OK)
-    assert asked.transport.is_closed
+    assert asked.transport.is_closing()
     assert not asked.connection.is_open
 
 
@@ -197,11 +201,11 @@ async def test_what_nothing_reads_stops_the_reading() -> None:
     piece = b"%x\r\n%b\r\n" % (4096, b"x" * 4096)
     for _ in range(MOST_BUFFERED_NBYTES // 4096):
         asked.connection.data_received(piece)
-    assert asked.transport.is_read, "the control: so much is buffered"
+    assert asked.transport.is_reading(), "the control: so much is buffered"
     asked.connection.data_received(piece)
-    assert not asked.transport.is_read
+    assert not asked.transport.is_reading()
     assert len(await response.readany()) == MOST_BUFFERED_NBYTES + 4096
-    assert asked.transport.is_read
+    assert asked.transport.is_reading()
 
 
 async def _passing(response: EngineResponse, sink: Callable[[bytes], bool]) -> asyncio.Task[None]:
@@ -267,6 +271,41 @@ async def client_of(serve: Serve) -> AsyncIterator[tuple[EngineClient, str]]:
     finally:
         await client.close()
         server.close()
+
+
+async def _stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(CHUNKED)
+    for number in range(200):
+        writer.write(b"%x\r\n%b\r\n" % (1000, b"%04d" % number * 250))
+        await writer.drain()
+    writer.write(b"0\r\n\r\n")
+    writer.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_stream_passes_whole_on_both_event_loops(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """The proxy runs on uvloop, and on asyncio's loop where that is not installed."""
+
+    async def passed() -> bytes:
+        received = bytearray()
+
+        def sink(data: bytes) -> bool:
+            received.extend(data)
+            return len(received) % 3 != 0  # back to the task now and then
+
+        async with client_of(_stream) as (client, url), asyncio.timeout(30.0):
+            answer = await client.get_page(url, "/", CIMultiDict())
+            async with answer:
+                while piece := await answer.next_chunk():
+                    received.extend(piece)
+                    await answer.pass_to(sink)
+        return bytes(received)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(passed()) == b"".join(b"%04d" % number * 250 for number in range(200))
 
 
 async def _get(client: EngineClient, url: str) -> bytes:

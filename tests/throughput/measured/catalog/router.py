@@ -8,6 +8,7 @@ from tests.multinode.namespaces import why_not
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Need, Table
 from tests.throughput.measured.catalog.shared import ENGINE, ENGINES, NIXL
 from tests.throughput.mooncake.__main__ import TRACE_VARIABLE
+from tests.throughput.proxy_cpu.__main__ import RIVAL_VARIABLE
 
 _MOONCAKE = (
     "python -m tests.throughput.mooncake --requests 500 --tokens-per-block 512 --prefill-rate 40000"
@@ -54,6 +55,30 @@ PROXY_COST = Benchmark(
         ),
     ),
     packages=("aiohttp",),
+)  # fmt: skip
+
+PROXY_CPU = Benchmark(
+    "proxy_cpu",
+    "How much processor time does the proxy take for a request and for a streamed chunk?",
+    "Prefill answers a ticket at once, decode one JSON answer or 64 chunks, 10 ms apart, each a "
+    "write of its own; the routers in turns, medians of 5 rounds. Processor time of the router's "
+    "process, user and system. A look-up is of a prompt whose first half prefill holds. The "
+    "variable `PDCONN_VLLM_ROUTER` names the program of vllm-router 0.1.17, in P/D mode with "
+    "round-robin.",
+    (Command("cpu", "python -m tests.throughput.proxy_cpu"),),
+    5,
+    (
+        Table(
+            ("cpu",),
+            "router",
+            {"": "{name:s}", "prompt, tokens": "{prompt_tokens}",
+             "one JSON answer, ms": "{json_ms:.2f}", "64 chunks, ms": "{stream_ms:.2f}",
+             "of the rounds": "{spread_ms[0]:.2f} to {spread_ms[1]:.2f}",
+             "a chunk, µs": "{chunk_us:.0f}"},
+        ),
+    ),
+    packages=("aiohttp", "httptools", "uvloop"),
+    needs=(Need(RIVAL_VARIABLE, lambda: RIVAL_VARIABLE in os.environ),),
 )  # fmt: skip
 
 TRACE = Benchmark(

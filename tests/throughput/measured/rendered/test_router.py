@@ -24,6 +24,14 @@ def test_trace() -> None:
     ]
 
 
+def test_proxy_cpu() -> None:
+    row = {"name": "pdconn, round-robin", "prompt_tokens": 32_000, "json_ms": 0.8444,
+           "stream_ms": 2.8125, "spread_ms": [2.45, 3.311], "chunk_us": 31.34}  # fmt: skip
+    assert made("proxy_cpu", cpu={"router": [row]})[2:] == [
+        "| pdconn, round-robin | 32 000 | 0.84 | 2.81 | 2.45 to 3.31 | 31 |"
+    ]
+
+
 def test_mooncake_trace() -> None:
     row = {"policy": "prefix", "prompt_tokens": 445_540, "computed": 414_420, "pulled": 0,
            "ideal_share": 0.4265, "ttft_ms": 873.7, "ttft_p95_ms": 1413.6}  # fmt: skip
