@@ -161,6 +161,15 @@ def _cluster(name: str, ports: list[int]) -> dict[str, Any]:
 @contextmanager
 def running_envoy(picker_port: int, engines: list[str], shape: Filter) -> Iterator[str]:
     """Envoy while the block runs; gives its URL."""
+    with running_envoy_process(picker_port, engines, shape) as (url, _):
+        yield url
+
+
+@contextmanager
+def running_envoy_process(
+    picker_port: int, engines: list[str], shape: Filter
+) -> Iterator[tuple[str, int]]:
+    """As ``running_envoy``; gives the process's number, too."""
     listen, admin = free_ports(2)
     config = envoy_config((listen, admin), picker_port, engines, shape)
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +181,7 @@ def running_envoy(picker_port: int, engines: list[str], shape: Filter) -> Iterat
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             _await_ready(process, admin, log)
-            yield f"http://127.0.0.1:{listen}"
+            yield f"http://127.0.0.1:{listen}", process.pid
         finally:
             process.kill()
             process.wait()

@@ -24,24 +24,24 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
 from pdconn.tools.output.table import table
+from tests.router.picker.gateway import BUFFERED
 from tests.throughput.proxy_cpu.pair import measure_pairs, pairs_shown
 from tests.throughput.proxy_cpu.raw_client import ask_all, request
 from tests.throughput.proxy_cpu.raw_engines import CHUNKS
 from tests.throughput.proxy_cpu.routers import (
     RawFleet,
     RunningRouter,
-    our_proxy,
+    our_router,
     raw_fleet,
     rival_router,
 )
-from tests.throughput.proxy_cpu.used import used_s
 
 AT_ONCE, STREAMS_AT_ONCE = 16, 32
 PROMPTS = 8
@@ -57,14 +57,14 @@ class Way:
     """A router and the prompts that it gets, and what each round took.
 
     Attributes:
-        json_ms, stream_ms: processor time a request.
+        json_ms, stream_ms: processor time a request, by the router's parts.
     """
 
     name: str
     router: AbstractContextManager[RunningRouter]
     prompt_tokens: int = 1000
-    json_ms: list[float] = field(default_factory=list)
-    stream_ms: list[float] = field(default_factory=list)
+    json_ms: list[Mapping[str, float]] = field(default_factory=list)
+    stream_ms: list[Mapping[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,20 @@ class Row:
     spread_ms: tuple[float, float]
 
     @staticmethod
-    def of(way: Way) -> Row:
-        """The row of a way."""
-        pairs = zip(way.json_ms, way.stream_ms, strict=True)
-        return Row(
-            way.name,
-            way.prompt_tokens,
-            median(way.json_ms),
-            median(way.stream_ms),
-            median(1000 * (stream - whole) / CHUNKS for whole, stream in pairs),
-            (min(way.stream_ms), max(way.stream_ms)),
-        )
+    def of(way: Way) -> Iterator[Row]:
+        """The rows of a way: one for each part of the router."""
+        for part in way.json_ms[0]:
+            json_ms = [one[part] for one in way.json_ms]
+            stream_ms = [one[part] for one in way.stream_ms]
+            pairs = zip(json_ms, stream_ms, strict=True)
+            yield Row(
+                way.name + part,
+                way.prompt_tokens,
+                median(json_ms),
+                median(stream_ms),
+                median(1000 * (stream - whole) / CHUNKS for whole, stream in pairs),
+                (min(stream_ms), max(stream_ms)),
+            )
 
 
 def ways(args: argparse.Namespace, fleet: RawFleet, place: Path) -> Iterator[Way]:
@@ -106,8 +109,20 @@ def ways(args: argparse.Namespace, fleet: RawFleet, place: Path) -> Iterator[Way
             if args.only and f"{words} {tokens}" not in args.only:
                 continue
             file = f"{name}-{policy}-{tokens}"
-            router = our_proxy(file, fleet, place, policy=policy, looks_up=looks_up, tree=tree)
+            router = our_router(file, fleet, place, policy=policy, looks_up=looks_up, tree=tree)
             yield Way(f"{name}, {words}", router, tokens)
+    for policy, looks_up, tokens in (
+        ("round-robin", False, 1000),
+        ("prefix", True, 1000),
+        ("prefix", True, LONG_TOKENS),
+    ):
+        words = "prefix, look-up" if looks_up else policy
+        if not args.only or f"gateway {words} {tokens}" in args.only:
+            file = f"gateway-{policy}-{tokens}"
+            router = our_router(
+                file, fleet, place, policy=policy, looks_up=looks_up, tree=None, mode=BUFFERED
+            )
+            yield Way(f"Envoy + picker, {words}", router, tokens)
     if RIVAL_VARIABLE in os.environ:
         program = Path(os.environ[RIVAL_VARIABLE])
         for tokens in (1000, LONG_TOKENS):
@@ -129,22 +144,22 @@ def measure(args: argparse.Namespace, place: Path) -> list[Row]:
                 if number > 0:
                     way.json_ms.append(json_ms)
                     way.stream_ms.append(stream_ms)
-                say = f"{number}: {way.name}, {way.prompt_tokens}: {json_ms:.3f}, {stream_ms:.3f}"
+                say = f"{number}: {way.name}, {way.prompt_tokens}: {json_ms['']:.3f}"
                 print(say, file=sys.stderr, flush=True)
-        return [Row.of(way) for way, _ in running]
+        return [row for way, _ in running for row in Row.of(way)]
 
 
 def _run(
     way: Way, router: RunningRouter, rng: random.Random, few: float, *, streams: bool
-) -> float:
-    """Milliseconds of the router's processor time a request."""
+) -> Mapping[str, float]:
+    """Milliseconds of the router's processor time a request, by its parts."""
     messages = [request(way.prompt_tokens, streams=streams, rng=rng) for _ in range(PROMPTS)]
     number = int((STREAMS if streams else JSON_REQUESTS) * few)
-    before_s = used_s(router.pid)
+    before_s = router.used_s()
     at_once = STREAMS_AT_ONCE if streams else AT_ONCE
     asking = ask_all([router.port], messages, number=number, at_once=at_once, streams=streams)
     asyncio.run(asking)
-    return 1000 * (used_s(router.pid) - before_s) / number
+    return {part: 1000 * (s - before_s[part]) / number for part, s in router.used_s().items()}
 
 
 def shown(rows: Sequence[Row]) -> str:

@@ -20,8 +20,7 @@ from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.output.table import table
 from tests.throughput.proxy_cost.processes import started
 from tests.throughput.proxy_cpu.raw_client import ask_all, request
-from tests.throughput.proxy_cpu.routers import RawFleet, RunningRouter, our_proxy, raw_fleet
-from tests.throughput.proxy_cpu.used import used_s
+from tests.throughput.proxy_cpu.routers import RawFleet, RunningRouter, our_router, raw_fleet
 
 CONNECTIONS, STREAMS = 32, 96
 
@@ -55,7 +54,7 @@ def _apart(fleet: RawFleet, place: Path) -> Iterator[list[RunningRouter]]:
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                our_proxy(
+                our_router(
                     f"apart-{one}", fleet, place, policy="round-robin", looks_up=False, tree=None
                 )
             )
@@ -73,7 +72,7 @@ def _sharing(fleet: RawFleet, place: Path) -> Iterator[list[RunningRouter]]:
             command += ["--port", str(port), "--admin-port", str(admin)]
             command += ["--prefill", fleet.prefill, "--decode", fleet.decode]
             process = stack.enter_context(started(f"shared-{number}", command, admin, place))
-            running.append(RunningRouter(process.pid, port))
+            running.append(RunningRouter(port, {"": (process.pid,)}))
         yield running
 
 
@@ -104,10 +103,10 @@ def measure_pairs(rounds: int, place: Path) -> list[PairRow]:
 
 def _run(pair: Sequence[RunningRouter], rng: random.Random) -> tuple[float, float]:
     messages = [request(1000, streams=True, rng=rng) for _ in range(8)]
-    before_s = [used_s(one.pid) for one in pair]
+    before_s = [one.used_s()[""] for one in pair]
     ports = [one.port for one in pair]
     asyncio.run(ask_all(ports, messages, number=STREAMS, at_once=CONNECTIONS, streams=True))
-    took_s = [used_s(one.pid) - was_s for one, was_s in zip(pair, before_s, strict=True)]
+    took_s = [one.used_s()[""] - was_s for one, was_s in zip(pair, before_s, strict=True)]
     return 1000 * sum(took_s) / STREAMS, max(took_s) / sum(took_s)
 
 
