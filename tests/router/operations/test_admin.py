@@ -8,10 +8,11 @@ import socket
 import aiohttp
 import pytest
 
+from pdconn.router.access.listen_settings import ADMIN_ABOVE
 from pdconn.router.admission.listener import ADMIN_LIMITS
 from pdconn.router.prefix.hashing import chain, external
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
-from pdconn.router.proxy_config import ADMIN_ABOVE, ProxyConfig
+from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_errors import BadSetting, CannotListen
 from pdconn.router.router_server import running_proxy
 from pdconn.tools.lab.ports import free_ports
