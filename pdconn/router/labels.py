@@ -97,3 +97,19 @@ class RequestEnd(LabelValue):
         made._value_, made.fault, made.meaning = value, fault, meaning
         made.is_failure = fault not in (Fault.NONE, Fault.CLIENT)
         return made
+
+
+class RoleVerdict(LabelValue):
+    """Why the controller of roles moves an engine or not: the label of `role_verdicts_total`."""
+
+    MOVING = ("moving", "An engine finishes its requests before it takes its new role.")
+    BEGAN = ("began", "An engine begins to change its role.")
+    ENDED = ("ended", "An engine has taken its new role, with or without requests of the old one.")
+    GIVEN_UP = ("given_up", "The engine that was changing went down, drains, or left.")
+    UNKNOWN = ("unknown", "Reports of half of a role's engines are old or absurd.")
+    BELOW_FLOOR = ("below_floor", "A role has too few engines, and no other can be moved now.")
+    IN_TARGET = ("in_target", "Both roles keep their targets.")
+    NO_BETTER = ("no_better", "A role is short, and no other ratio is better by enough.")
+    UNSTEADY = ("unsteady", "A role is short, but not for long enough.")
+    TOO_SOON = ("too_soon", "An engine changed its role shortly before.")
+    NOT_MOVABLE = ("not_movable", "No engine can be moved: those of the other role have one role.")

@@ -1,0 +1,1 @@
+"""A fleet of engines under a load, in virtual time."""
