@@ -48,11 +48,12 @@ KEPT = 0.97
 """Weight of a measurement of cost after the next one."""
 MOST_FITTED = 4
 """Prompts of one step that are fitted: a sample is enough, and fitting costs time."""
-ASSUMED_WEIGHT = 0.1
-"""Weight of each of two assumed points of a line.  They are never forgotten: while all prompts have
-one length, or all engines as many streams, only they tell what is fixed and what is not."""
-PREFILL_ASSUMED = ((1, 0.01), (16_384, 1.0))
-"""Tokens and seconds of these points."""
+NARROW = 0.05
+"""Points whose amounts deviate by less than this share of their mean tell no slope."""
+PREFILL_ASSUMED = (0.01, 1 / 20_000)
+"""Seconds for a prompt and for each of its tokens, before anything is measured."""
+GROWS = {Role.PREFILL: 0.9, Role.DECODE: 0.5}
+"""Share of a time that is taken to grow with the amount while all amounts are alike."""
 USUAL_STREAMS = 64
 """Streams at which an engine reaches its target, before anything is measured."""
 MOST_SHORT = 2.0
@@ -90,45 +91,57 @@ def _with_spare(role: Role, busy: float) -> float:
 class CostLine:
     """Seconds over an amount, fitted by least squares of relative errors; older points fade.
 
-    :class:`pdconn.router.pulls.rates.Line` is exact for few points and forgets what it assumed.
+    While all amounts are alike, the points tell no slope: then ``grows`` of the time is taken to
+    grow with the amount.  :class:`pdconn.router.pulls.rates.Line` is exact for few points, and
+    takes all of it as fixed then.
 
-    >>> line = CostLine(((1, 0.01), (100, 0.02)))
+    Args:
+        assumed: seconds for nothing and for each unit, before the first point.
+        grows: the share.
+
+    >>> line = CostLine((0.01, 0.0001), grows=0.9)
     >>> for amount in 50 * (10, 20):
     ...     line.add_point(amount, 0.5 + 0.01 * amount)
-    >>> 0.6 < line.seconds_for(15) < 0.66
-    True
+    >>> round(line.seconds_for(15), 2), round(line.coefficients()[1], 2)
+    (0.65, 0.01)
     """
 
-    def __init__(self, assumed: Iterable[tuple[float, float]]) -> None:
-        self._assumed = (0.0,) * 5
-        for amount, seconds in assumed:
-            self._assumed = _added(self._assumed, ASSUMED_WEIGHT, amount, seconds)
-        self._seen = (0.0,) * 5
+    def __init__(self, assumed: tuple[float, float], grows: float) -> None:
+        self._assumed, self._grows = assumed, grows
+        self._sums: tuple[float, ...] = (0.0,) * 5
 
     def add_point(self, amount: float, seconds: float) -> None:
         """Add a measurement."""
-        faded = tuple(KEPT * one for one in self._seen)
-        self._seen = _added(faded, 1.0, amount, seconds)
+        weight = 1 / max(seconds, LEAST_S) ** 2
+        terms = (1.0, amount, seconds, amount * amount, amount * seconds)
+        self._sums = tuple(
+            KEPT * one + weight * term for one, term in zip(self._sums, terms, strict=True)
+        )
 
     def coefficients(self) -> tuple[float, float]:
         """Seconds for nothing, and for each unit; neither is negative."""
-        weight, x, y, xx, xy = (a + b for a, b in zip(self._assumed, self._seen, strict=True))
-        each = max(0.0, (weight * xy - x * y) / (weight * xx - x * x))
-        fixed = (y - each * x) / weight
-        return (fixed, each) if fixed >= 0 else (0.0, xy / xx)
+        weight, x, y, xx, xy = self._sums
+        if not weight or not x:
+            return self._assumed
+        x, y, xx, xy = x / weight, y / weight, xx / weight, xy / weight
+        narrow = (NARROW * x) ** 2
+        each = (xy - x * y + narrow * self._grows * y / x) / (max(0.0, xx - x * x) + narrow)
+        fixed = y - max(0.0, each) * x
+        return (fixed, max(0.0, each)) if fixed >= 0 else (0.0, xy / xx)
+
+    def amount_in(self, seconds: float) -> float:
+        """The amount that takes so long; infinite if it does not grow."""
+        fixed, each = self.coefficients()
+        if fixed < seconds:
+            return (seconds - fixed) / each if each else math.inf
+        # The points are longer, and alike: as if all of the time grew.
+        _, x, y, _, _ = self._sums
+        return x * seconds / y
 
     def seconds_for(self, amount: float) -> float:
         """Expected seconds."""
         fixed, each = self.coefficients()
         return fixed + each * amount
-
-
-def _added(
-    sums: Sequence[float], weight: float, amount: float, seconds: float
-) -> tuple[float, ...]:
-    weight /= max(seconds, LEAST_S) ** 2
-    terms = (1.0, amount, seconds, amount * amount, amount * seconds)
-    return tuple(one + weight * term for one, term in zip(sums, terms, strict=True))
 
 
 class _Lateness:
@@ -177,14 +190,16 @@ class NeedsEstimator:
     ttft_target_s: float
     itl_target_s: float
     period_s: float
-    prefill_line: CostLine = field(default_factory=lambda: CostLine(PREFILL_ASSUMED))
+    prefill_line: CostLine = field(
+        default_factory=lambda: CostLine(PREFILL_ASSUMED, GROWS[Role.PREFILL])
+    )
     itl_line: CostLine = field(init=False)
     _rates: dict[str, _Smoothed] = field(init=False)
     _late: dict[Role, _Lateness] = field(init=False)
 
     def __post_init__(self) -> None:
         half_s = self.itl_target_s / 2
-        self.itl_line = CostLine(((1, half_s), (USUAL_STREAMS, self.itl_target_s)))
+        self.itl_line = CostLine((half_s, half_s / USUAL_STREAMS), GROWS[Role.DECODE])
         tau_s, late_s = SMOOTHING * self.period_s, LATE_FOR * self.period_s
         names = ("tokens", "prompts", "streams", "growth", "kv")
         self._rates = {name: _Smoothed(tau_s) for name in names}
@@ -193,10 +208,8 @@ class NeedsEstimator:
     @property
     def streams_per_engine(self) -> float | None:
         """Streams at which an engine's latency reaches its target; None if one alone misses it."""
-        fixed_s, each_s = self.itl_line.coefficients()
-        if fixed_s + each_s > self.itl_target_s:
-            return None
-        return math.inf if each_s <= 0 else (self.itl_target_s - fixed_s) / each_s
+        fit = self.itl_line.amount_in(self.itl_target_s)
+        return fit if fit >= 1 else None
 
     def measure(
         self,

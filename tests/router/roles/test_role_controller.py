@@ -141,7 +141,7 @@ def test_without_steadiness_it_moves_for_a_moment(monkeypatch: pytest.MonkeyPatc
 def test_no_ratio_is_changed_for_one_that_is_hardly_better() -> None:
     """Prefill is short, and decode would be nearly as short with one engine less."""
     controller = RoleController(TARGETS)
-    engines = [engine(n, num_ours=28, itl_s=0.036) for n in range(4)]
+    engines = [engine(n, num_ours=28, itl_s=0.0303) for n in range(4)]
     seen = stepped(controller, fleet(engines, 1.75 * RATE), 300)
     assert RoleVerdict.BEGAN not in verdicts(seen)
     assert verdicts(seen)[-1] is RoleVerdict.NO_BETTER
