@@ -16,6 +16,8 @@ from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.prefetch import Prefetches
 from pdconn.router.handover.prefill import Prefill
 from pdconn.router.handover.prefix_pull import PrefixPulls
+from pdconn.router.handover.prompt_meter import PromptMeter
+from pdconn.router.handover.role_follower import EngineReporter, RoleFollower
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.requests import REPORT_MODE
@@ -23,8 +25,10 @@ from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.pulls.prefill_patience import PrefillPatience
 from pdconn.router.router_limits import Limits
+from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy
+from pdconn.router.routing.routed_request import EventWatcher
 from pdconn.router.routing.session_table import SessionTable
 from pdconn.router.routing.tokenize import Tokeniser
 
@@ -37,6 +41,7 @@ def make_handover(
     planner: PullPlanner,
     *,
     limits: Limits,
+    watchers: tuple[EventWatcher, ...] = (),
 ) -> Handover[EngineAnswer]:
     """The hand-over of requests through prefill and decode."""
     tickets = TicketReturner(
@@ -77,7 +82,17 @@ def make_handover(
         Prefetches(client, router, pulls, tries.metrics, config.sessions),
         AskedDecode(client, router, tries, abandoned),
         early if streams.are_on else None,
+        watchers,
     )
+
+
+def make_roles(
+    config: ProxyConfig, engines: EngineRegistry, router: RequestRouter, metrics: RouterMetrics
+) -> RoleFollower:
+    """The component that lets roles follow the load."""
+    reporter = EngineReporter(engines, router.loads, router.sessions)
+    meter = PromptMeter(router.loads.inflight)
+    return RoleFollower(config.roles, engines, reporter, meter, metrics)
 
 
 def make_router(

@@ -112,4 +112,3 @@ class RoleVerdict(LabelValue):
     NO_BETTER = ("no_better", "A role is short, and no other ratio is better by enough.")
     UNSTEADY = ("unsteady", "A role is short, but not for long enough.")
     TOO_SOON = ("too_soon", "An engine changed its role shortly before.")
-    NOT_MOVABLE = ("not_movable", "No engine can be moved: those of the other role have one role.")

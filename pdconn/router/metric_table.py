@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pdconn.router.admission.connections import Dropped
 from pdconn.router.exposition import BUILD_INFO, RouterMetric
-from pdconn.router.labels import LabelValue, RequestEnd
+from pdconn.router.labels import LabelValue, RequestEnd, RoleVerdict
 from pdconn.router.openai.requests import Direct
 from pdconn.router.pulls.pull_outcome import PullEnd
 
@@ -346,6 +346,32 @@ METRICS = (
         ("route",),
         "Time from a request's arrival to the first byte of its answer, of streamed answers",
         _CLIENT_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_role_engines",
+        "gauge",
+        ("role",),
+        "Engines that serve a role now; one that changes its role (--roles) serves none",
+    ),
+    RouterMetric(
+        "pdconn_router_role_engines_wanted",
+        "gauge",
+        ("role",),
+        "Engines that a role needs to keep its target, whatever it has (--roles); with static "
+        "roles those that it has",
+    ),
+    RouterMetric(
+        "pdconn_router_role_changes_total",
+        "counter",
+        ("role",),
+        "Changes of an engine to a role that have begun (--roles)",
+    ),
+    RouterMetric(
+        "pdconn_router_role_verdicts_total",
+        "counter",
+        ("verdict",),
+        "Steps of the controller of roles, by what it decided, or why it moved nothing (--roles)",
+        values={"verdict": RoleVerdict},
     ),
     BUILD_INFO,
 )

@@ -25,6 +25,7 @@ from pdconn.router.handover.prefetch import SessionSettings
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
 from pdconn.router.prefix.hashing import ALGORITHMS, BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
+from pdconn.router.roles.role_settings import RoleSettings
 from pdconn.router.router_errors import BadSetting
 from pdconn.router.router_options import (
     CheckedSettings,
@@ -461,6 +462,7 @@ class ProxyConfig:
     times: TimeSettings = field(default_factory=TimeSettings)
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     traces: TraceSettings = field(default_factory=TraceSettings)
+    roles: RoleSettings = field(default_factory=RoleSettings)
 
     @classmethod
     def from_options(cls, prefill: Sequence[str], decode: Sequence[str], **settings: Any) -> Self:

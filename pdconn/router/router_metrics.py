@@ -30,7 +30,7 @@ from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.exposition import add_process, render
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.labels import RequestEnd
+from pdconn.router.labels import RequestEnd, RoleVerdict
 from pdconn.router.metric_table import (
     METRICS,
     DecisionKind,
@@ -41,6 +41,7 @@ from pdconn.router.metric_table import (
 )
 from pdconn.router.openai.requests import Route
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
+from pdconn.router.roles.role_controller import RoleDecision
 from pdconn.router.routing.policy import Decision
 from pdconn.router.routing.request_events import (
     Decided,
@@ -92,6 +93,7 @@ class RouterMetrics:
         self._engines = engines
         self._shown: set[tuple[str, str]] = set()
         self._moment = Moment()
+        self._roles_follow = False
         self._families: dict[str, Any] = {}
         for name, row in _ROWS.items():
             if not name.startswith(_READ_LATER):
@@ -111,6 +113,7 @@ class RouterMetrics:
                 self._families[name].labels(route.path)
         for role in Role:
             self._families["predicted_hit_tokens_total"].labels(role.value)
+            self._families["role_changes_total"].labels(role.value)
         for name, row in _ROWS.items():
             if len(row.labels) == 1 and row.labels[0] in row.values:
                 for one in row.values[row.labels[0]]:
@@ -122,6 +125,17 @@ class RouterMetrics:
         self._families[name].set_function(read)
 
     # The fleet
+
+    def roles_decided(self, decision: RoleDecision) -> None:
+        """Note a step of the controller of roles."""
+        self._roles_follow = True
+        self._families["role_verdicts_total"].labels(decision.verdict.value).inc()
+        for role in Role:
+            serving = sum(one is role for one in decision.serves.values())
+            self._families["role_engines"].labels(role.value).set(serving)
+            self._families["role_engines_wanted"].labels(role.value).set(decision.wanted[role])
+        if decision.verdict is RoleVerdict.BEGAN and decision.move is not None:
+            self._families["role_changes_total"].labels(decision.move.goal.value).inc()
 
     def fleet_changed(self) -> None:
         """Add the series of new engines; remove those of engines that left."""
@@ -135,6 +149,11 @@ class RouterMetrics:
             up.labels(role, engine).set(self._engines.outage(engine) is None)
             draining.labels(role, engine).set(self._engines.is_draining(engine))
         self._shown = shown
+        if not self._roles_follow:  # nothing else is wanted then
+            for one in Role:
+                number = len(self._engines.in_role(one))
+                self._families["role_engines"].labels(one.value).set(number)
+                self._families["role_engines_wanted"].labels(one.value).set(number)
 
     def engine_up(self, engine: str, up: bool) -> None:
         """Set whether an engine is up, in each of its roles."""

@@ -32,7 +32,7 @@ from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits_of_process
 from pdconn.router.admission.places import AdmissionQueue, BodyBudget, BodyReader
 from pdconn.router.admission.server_log import ServerLog
-from pdconn.router.assembly import make_handover, make_router
+from pdconn.router.assembly import make_handover, make_roles, make_router
 from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
@@ -193,18 +193,22 @@ async def _services(config: ProxyConfig, policy: Policy, limits: Limits) -> Asyn
     feeds = EventFeeds(router.caches, computed=router.not_found)
     metrics.watch_pods(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.times.most_tries, alone)
-    handover = make_handover(config, client, router, tries, planner, limits=limits)
+    roles = make_roles(config, engines, router, metrics)
+    watchers = (roles.meter,) if roles.is_on else ()
+    handover = make_handover(
+        config, client, router, tries, planner, limits=limits, watchers=watchers
+    )
     warm_up = FleetWarmUp(
         engines, client, config.times.warm_up_s, partial(_send, handover), engine_key.authorization
     )
-    health.when_up = warm_up.engine_up
-    admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
+    health.when_up, roles.when_changed = warm_up.engine_up, warm_up.fleet_changed
+    admin = AdminApp(DebugPage(router, feeds.statuses, roles.state), metrics, probes)
 
-    followers = (health, metrics, router.loads, router, warm_up)
+    followers = (health, metrics, router.loads, router, roles, warm_up)
     fleet_changed = partial(_fleet_changed, engines, feeds, followers)
     try:
         watch = FleetWatch(config.engines.sources(), fleet_changed, limits.fleet_interval_s)
-        async with watch, router.loads:
+        async with watch, router.loads, roles:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
             reloader = Reloader(config.engines.fleet, watch, keys, engine_key, tls)
             yield Services(

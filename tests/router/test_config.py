@@ -200,6 +200,7 @@ NONE_OF_THEM = {
     "hash_block_tokens": ["16", "--hash-algorithm", "sha256"],
     "weights": ["gpu=0.5"],
     "streams": ["on"],
+    "roles": ["dry-run", "--ttft-target", "2", "--itl-target", "0.05"],
     "forward_authorization": ["--api-key-file", "keys"],
     "tls_cert": ["cert", "--tls-key", "key"],
     "tls_key": ["key", "--tls-cert", "cert"],

@@ -64,6 +64,7 @@ class DebugPage:
 
     router: RequestRouter
     statuses: Callable[[], Mapping[str, Status]]
+    roles: Callable[[], Mapping[str, object] | None] = lambda: None
     disguise: Disguise = field(default_factory=Disguise)
 
     def state(self) -> bytes:
@@ -82,6 +83,7 @@ class DebugPage:
             ],
             "pods": [self._pod(name, statuses.get(name), tallies) for name in pods],
             "decisions": [_brief(one) for one in islice(router.decisions.newest(), SHOWN)],
+            "roles": self.roles(),
             "num_sessions": len(router.sessions),
             "sessions": [_session(*one) for one in router.sessions.newest(SHOWN)],
         }

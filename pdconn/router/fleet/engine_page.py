@@ -23,6 +23,7 @@ _KEPT, _BLOCKS = "pdconn:kept_blocks", "pdconn:blocks"
 _QUERIES = "vllm:prefix_cache_queries_total"
 _HITS = "vllm:prefix_cache_hits_total"
 _PROMPT_TOKENS = "vllm:prompt_tokens_total"
+_ITL = "vllm:inter_token_latency_seconds"
 _LENT = "pdconn:leases_granted_total"
 _LEASES_ENDED = (
     "pdconn:leases_read_total",
@@ -40,6 +41,8 @@ _LIMITS = dict.fromkeys(
         _QUERIES,
         _HITS,
         _PROMPT_TOKENS,
+        f"{_ITL}_sum",
+        f"{_ITL}_count",
         _LENT,
         *_LEASES_ENDED,
         *COUNTERS,
@@ -59,6 +62,7 @@ class Load:
         prefix_queries, prefix_hits: tokens looked up and found since the engine's start.
         prompt_tokens: tokens of all prompts since its start, cached or not.
         pulls: counters since its start, failed pulls included.
+        itl_sum_s, itl_count: of all pauses between two tokens since its start.
         num_ignored: malformed lines of these metrics.
     """
 
@@ -70,6 +74,8 @@ class Load:
     prefix_hits: int | None = None
     prompt_tokens: int | None = None
     pulls: PullCounts | None = None
+    itl_sum_s: float | None = None
+    itl_count: int | None = None
     num_ignored: int = 0
 
     @property
@@ -98,6 +104,8 @@ def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
         prefix_hits=values.total(_HITS),
         prompt_tokens=values.total(_PROMPT_TOKENS),
         pulls=PullCounts.from_page(values),
+        itl_sum_s=values.sum_of(f"{_ITL}_sum"),
+        itl_count=values.total(f"{_ITL}_count"),
         num_ignored=values.num_ignored,
     )
 

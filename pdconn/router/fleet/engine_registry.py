@@ -22,11 +22,14 @@ Engines join, drain and leave while requests run (``update``).  A draining engin
 requests and gets no new ones; an engine that left is removed, and answers that it still sends reach
 their clients.  Components with state per engine (probes, metrics, loads) compare it with the
 registry after each update, so a missed notification has no lasting effect.
+
+An engine that is listed in both roles may serve one of them at a time (``assign_roles``); it is
+asked for the other only if no engine serves that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
@@ -174,6 +177,7 @@ class EngineRegistry:
         self._by_role = {Role.PREFILL: tuple(prefill), Role.DECODE: tuple(decode)}
         self._draining: frozenset[str] = frozenset()
         self._outages: dict[str, Outage] = {}
+        self._assigned: dict[str, Role | None] = {}
         self.rests = EngineRests()
         self.lenders = KnownLenders()
 
@@ -195,6 +199,7 @@ class EngineRegistry:
         after = self._standings()
         for name in before.keys() - after.keys():
             self._outages.pop(name, None)
+            self._assigned.pop(name, None)
         kept: tuple[KeptPerEngine, ...] = (self.rests, self.lenders)
         for one in kept:
             one.keep_engines(after)
@@ -225,7 +230,29 @@ class EngineRegistry:
             return self._by_role[role]
         out = self._outages.keys() | self._draining
         live = (name for name in self._by_role[role] if name not in out)
-        return tuple(live if among is None else (name for name in live if name in among))
+        found = tuple(live if among is None else (name for name in live if name in among))
+        if not self._assigned:
+            return found
+        # Any engine is better than none: a request is not lost to a change of roles.
+        return tuple(name for name in found if self._assigned.get(name, role) is role) or found
+
+    def assign_roles(self, serves: Mapping[str, Role | None]) -> None:
+        """Let engines serve one role of those that they are listed in; None: neither, for now."""
+        self._assigned = {name: role for name, role in serves.items() if len(self.roles(name)) > 1}
+
+    def between_roles(self, among: frozenset[str] | None = None) -> tuple[str, ...]:
+        """Engines that are up and change their role; they lend what they hold."""
+        changing = [name for name, role in self._assigned.items() if role is None]
+        return tuple(
+            name
+            for name in changing
+            if name not in self._outages and (among is None or name in among)
+        )
+
+    def answering(self) -> tuple[str, ...]:
+        """Engines that are up and not draining, whatever they serve."""
+        out = self._outages.keys() | self._draining
+        return tuple(name for name in self.names if name not in out)
 
     def awake(self, role: Role, among: frozenset[str] | None, now: float) -> tuple[str, ...]:
         """The engines of ``live`` that do not rest."""

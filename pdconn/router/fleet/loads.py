@@ -22,7 +22,6 @@ from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, Eng
 from pdconn.router.fleet.engine_page import Load, parse_metrics
 from pdconn.router.fleet.engine_registry import EngineRegistry, KeptPerEngine
 from pdconn.router.fleet.flights import InflightTracker
-from pdconn.router.fleet.member import Role
 from pdconn.router.fleet.prometheus_page import MAX_PAGE_NBYTES
 from pdconn.router.fleet.pull_counts import PullCounts, RecentPulls
 
@@ -172,7 +171,7 @@ class LoadPoller:
 
     def _poll_all(self) -> None:
         self.fleet_changed()
-        for engine in dict.fromkeys(name for role in Role for name in self._engines.live(role)):
+        for engine in self._engines.answering():
             if engine not in self._polls:  # else the previous poll is still running
                 task = asyncio.create_task(self._poll(engine), name=f"load of {engine}")
                 self._polls[engine] = task

@@ -38,8 +38,13 @@ class PageValues:
     num_ignored: int
 
     def total(self, name: str) -> int | None:
+        """The sum over ranks and labels, of a count; None where the page lacks the metric."""
+        found = self.sum_of(name)
+        return None if found is None else int(found)
+
+    def sum_of(self, name: str) -> float | None:
         """The sum over ranks and labels; None where the page lacks the metric."""
-        return int(sum(self.by_name[name])) if name in self.by_name else None
+        return sum(self.by_name[name]) if name in self.by_name else None
 
 
 def read_values(

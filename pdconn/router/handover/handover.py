@@ -37,7 +37,7 @@ from pdconn.router.routing.request_events import (
     StepKind,
     WentDirect,
 )
-from pdconn.router.routing.routed_request import Abandoned, RoutedRequest
+from pdconn.router.routing.routed_request import Abandoned, EventWatcher, RoutedRequest
 
 A = TypeVar("A", bound=Answer)
 A_co = TypeVar("A_co", bound=Answer, covariant=True)
@@ -65,7 +65,7 @@ class DecodeLegs(Protocol[A_co]):
 class Handover(Generic[A]):
     """Takes requests through prefill and decode.
 
-    ``early``: begins decode's legs early; None if they never do.
+    ``early``: begins decode's legs early; None if they never do.  ``watchers``: of each request.
     """
 
     engines: EngineRegistry
@@ -78,6 +78,7 @@ class Handover(Generic[A]):
     prefetches: Prefetches
     decode: DecodeLegs[A]
     early: EarlyLegs | None = None
+    watchers: tuple[EventWatcher, ...] = ()
 
     async def answer_request(self, request: RoutedRequest) -> EngineAnswer | A:
         """What decode's leg gives for a client's request, or an engine's refusal.
@@ -92,7 +93,7 @@ class Handover(Generic[A]):
             BadBody: the prompt exceeds the model's length, or the request names no model of
                 several.
         """
-        request.watchers = (*request.watchers, self.metrics, self.router.sessions)
+        request.watchers = (*request.watchers, *self.watchers, self.metrics, self.router.sessions)
         task = asyncio.create_task(self._run(request))
         try:
             return await asyncio.shield(task)

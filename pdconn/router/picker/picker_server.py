@@ -65,6 +65,7 @@ async def _listening(services: Services, sock: socket.socket) -> AsyncIterator[s
         asked.prefetches,
         decode,
         asked.early,
+        asked.watchers,
     )
     passes = PickedPasses(asked.client, asked.router, asked.tries)
     api = client_api(services, handover, passes)

@@ -179,7 +179,7 @@ class RoleController:
         needs: RoleNeeds,
         now: float,
     ) -> RoleDecision:
-        """Begin a move to a better ratio, or tell why not: cases 4 to 9 of a step."""
+        """Begin a move to a better ratio, or tell why not: cases 4 to 8 of a step."""
         have = len(serving[Role.PREFILL])
         total = have + len(serving[Role.DECODE])
         best = self._best_prefill(report, needs, have, total)
@@ -205,12 +205,10 @@ class RoleController:
         if now - self._reversals.began_s < wait_s:
             left_s = self._reversals.began_s + wait_s - now
             return self._held(RoleVerdict.TOO_SOON, f"{short}; {left_s:.0f} s to go", needs, best)
-        # 8. No engine can be moved.
+        # 8. The engine with the least to finish and to keep begins to change.  There is one: the
+        # ratios that were compared leave engines of one role where they are.
         engine = self._choose(serving[OTHER[goal]])
-        if engine is None:
-            why = f"{short}; no engine of {OTHER[goal].value} is movable"
-            return self._held(RoleVerdict.NOT_MOVABLE, why, needs, best)
-        # 9. The engine with the least to finish and to keep begins to change.
+        assert engine is not None
         return self._begin_move(engine, goal, f"{short}: {needs.why[goal]}", needs, now, best=best)
 
     # The fleet

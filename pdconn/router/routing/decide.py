@@ -109,7 +109,8 @@ class RequestRouter:
         if lookup is None and request.session is not None:
             computing = self._hinted(request.session.session, query.num_tokens, computing)
         if tokenised is not None and query.can_hand_over:
-            holders = self._holders(lookup, loads, dict.fromkeys((*prefill, *decode)))
+            changing = self.engines.between_roles(request.serving)
+            holders = self._holders(lookup, loads, dict.fromkeys((*prefill, *decode, *changing)))
             computing = self._with_pulls(request, tokenised, computing, holders)
         ranking = self.policy.decide(
             query, computing, [self._candidate(name, lookup, loads) for name in decode]

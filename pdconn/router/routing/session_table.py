@@ -92,6 +92,16 @@ class SessionTable:
             return 0
         return known.tokens
 
+    def tokens_kept(self) -> Counter[str]:
+        """Tokens that each engine should keep, of all sessions, by the last answers."""
+        kept: Counter[str] = Counter()
+        now = self._clock()
+        for sessions in self._tenants.values():
+            for known in sessions.values():
+                for engine, until in known.keepers.items():
+                    kept[engine] += known.tokens if until > now else 0
+        return kept
+
     def ask_to_keep(self, order: SessionOrder | None, engine: str) -> dict[str, object] | None:
         """What an engine is asked for a request's session, from now on; None for nothing."""
         if order is None or order.keep_s is None:

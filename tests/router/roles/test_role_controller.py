@@ -226,6 +226,7 @@ def test_a_move_back_waits_twice_as_long_each_time() -> None:
     busy = [engine(n, num_ours=0) for n in range(3)]
     crowded = [engine(n, num_ours=200, itl_s=0.1) for n in range(3)]
     began: list[float] = []
+    seen: set[RoleVerdict] = set()
     last = Role.PREFILL
     for now in range(3600):
         report = fleet(crowded) if last is Role.PREFILL else fleet(busy, 1.6 * RATE)
@@ -234,10 +235,12 @@ def test_a_move_back_waits_twice_as_long_each_time() -> None:
             for name, one in report.engines.items()
         })  # fmt: skip
         decision = controller.step(report, float(now))
+        seen.add(decision.verdict)
         if decision.verdict is RoleVerdict.BEGAN and decision.move is not None:
             began.append(decision.move.began_s)
             last = decision.move.goal
     between = [later - sooner for sooner, later in itertools.pairwise(began)]
+    assert RoleVerdict.TOO_SOON in seen
     within = [one for one in began if one < REMEMBERED * TARGETS.period_s]
     assert len(within) <= 6
     assert between[1] > 1.5 * between[0]
