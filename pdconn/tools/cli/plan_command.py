@@ -11,6 +11,7 @@ from typing import Any
 from pdconn.planning.planning_errors import PlanningError
 from pdconn.store.store_errors import StoreError
 from pdconn.tools.cli.common_options import BadArgument, check_file, configure_json, publish, tokens
+from pdconn.tools.cli.planned_fleet import configure_fleet, forecast_planned_fleet
 from pdconn.tools.cli.stdout import terminal_width
 from pdconn.tools.cli.store.planned_store import configure_store, forecast_stored
 from pdconn.tools.cli.store.traced_store import configure_trace, forecast_traced
@@ -52,6 +53,9 @@ examples:
   pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
   pdconn plan --model gemma-3-27b --store --trace trace.jsonl --prefill-rate 12000 --svg curve.svg
   pdconn plan --model llama-3.1-70b --prompt 32k --link 100Gb/s --stream --prefill-rate 9000
+  pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=4 --fleet 16 \
+    --prefill-rate 9000 --step-ms 18 --ttft-target 2 --itl-target 0.022 \
+    --load 10,6k,150 --load 7,1k,1500
   pdconn plan --list
 
 exit codes:
@@ -109,6 +113,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     store = parser.add_argument_group("a store")
     configure_store(store)
     configure_trace(store)
+    configure_fleet(parser.add_argument_group("a fleet"))
     configure_json(parser)
     _configure_picture(parser)
 
@@ -154,7 +159,14 @@ def run_command(args: argparse.Namespace) -> int:
             return 0
         made = _forecast(args)
         stored, curve = forecast_stored(args, made.decode), forecast_traced(args, made.decode)
-        report = ForecastReport(made, advise(made), stored, _forecast_streamed(args, made), curve)
+        report = ForecastReport(
+            made,
+            advise(made),
+            stored,
+            _forecast_streamed(args, made),
+            curve,
+            fleet=forecast_planned_fleet(args, made),
+        )
         if args.svg:
             if curve is None:
                 svg = draw(made.prefill, made.decode, args.group)

@@ -12,6 +12,8 @@ from pdconn.tools.output.table import table
 from pdconn.tools.output.units import grouped, scaled
 from pdconn.tools.plan.advice import Advice
 from pdconn.tools.plan.engine_shape import EngineShape
+from pdconn.tools.plan.fleet.fleet_forecast import FleetForecast
+from pdconn.tools.plan.fleet.fleet_forecast_report import FleetForecastReport
 from pdconn.tools.plan.forecast import Cost, Forecast, GroupForecast
 from pdconn.tools.plan.link import PRESETS, ROUND_TRIPS, Link
 from pdconn.tools.plan.model_shape import ModelShape
@@ -56,6 +58,7 @@ class ForecastReport:
     stored: StoreForecast | None = None
     streamed: StreamedForecast | None = None
     curve: CurveReport | None = None
+    fleet: FleetForecast | None = None
 
     def text(self, width: int | None = None) -> str:
         """The tables, the totals and the warnings."""
@@ -68,7 +71,12 @@ class ForecastReport:
         text = "\n\n".join(part if width is None else _folded(part, width) for part in parts)
         if self.stored is not None:
             text = f"{text}\n\n{StoreForecastReport(self.stored).text(width)}"
-        return text if self.curve is None else f"{text}\n\n{self.curve.text(width)}"
+        if self.curve is not None:
+            text = f"{text}\n\n{self.curve.text(width)}"
+        if self.fleet is None:
+            return text
+        ratios = FleetForecastReport(self.fleet).text(width)
+        return f"{text}\n\n{ratios if width is None else _folded(ratios, width)}"
 
     def document(self) -> dict[str, Any]:
         """``total`` is the sum of ``groups`` and of ``ranks``."""
@@ -104,6 +112,8 @@ class ForecastReport:
             found["store"] = StoreForecastReport(self.stored).document()
         if self.curve is not None:
             found["store_curve"] = self.curve.document()
+        if self.fleet is not None:
+            found["fleet"] = FleetForecastReport(self.fleet).document()
         return found
 
 

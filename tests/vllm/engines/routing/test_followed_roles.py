@@ -111,9 +111,9 @@ def test_an_engine_is_given_to_the_role_that_lacks_one_and_back(
     prompts = make_prompts([PROMPT_TOKENS] * CLIENTS, seed=72)
     alone = Client(engines[0].url)
     alone.complete(prompts[0], 2)  # what is compiled at first use is not timed
-    one = alone.timed(answers[0], ANSWER_TOKENS)
+    one = alone.stream(answers[0], ANSWER_TOKENS)
     itl_s = (one.last_token_s - one.first_token_s) / (ANSWER_TOKENS - 1)
-    ttft_s = alone.timed(prompts[1], 2).first_token_s
+    ttft_s = alone.stream(prompts[1], 2).first_token_s
     urls = [engine.url for engine in engines]
     args = [
         "--roles", "follow", "--role-period", str(PERIOD_S), "--role-drain", "20",
