@@ -25,7 +25,7 @@ What keeps it still, while a load flickers or reports lie:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -85,7 +85,8 @@ class RoleDecision:
         verdict, reason: what was decided, and why in words.
         serves: the role of every engine; None while it changes.
         needs: of both roles, None while they are unknown.
-        wanted: engines that each role should have, whatever it has; without needs the last ones.
+        wanted: engines that each role should have, whatever it has; without needs the last ones,
+            and before the first needs those that it has.
         best: engines of each role in the best ratio of those that are there.
         move: under way after this step.
         left: requests of the old role at an engine that has just taken its new one.
@@ -144,7 +145,7 @@ class RoleController:
         self.estimator = NeedsEstimator(targets.ttft_s, targets.itl_s, targets.period_s)
         self._reversals = _Reversals()
         self._short: tuple[Role, float] | None = None
-        self._wanted: dict[Role, int] = dict(targets.floors)
+        self._wanted: dict[Role, int] = {}
         self._stepped_s: float | None = None
 
     def step(self, report: FleetReport, now: float) -> RoleDecision:
@@ -233,7 +234,7 @@ class RoleController:
         for role in Role:
             if counts[role] < self.targets.floors[role]:
                 return role
-        return max(Role, key=lambda role: self._wanted[role] / max(1, counts[role]))
+        return max(Role, key=lambda role: self._wanted.get(role, 1) / max(1, counts[role]))
 
     def _serving(self, report: FleetReport) -> dict[Role, list[EngineReport]]:
         """Engines that are up, by the role that they serve."""
@@ -354,14 +355,15 @@ class RoleController:
         move: RoleMove | None = None,
         left: int = 0,
     ) -> RoleDecision:
-        total = sum(role is not None for role in self.serves.values())
+        serving = Counter(self.serves.values())
+        total = serving[Role.PREFILL] + serving[Role.DECODE]
         ratio = {} if best is None else {Role.PREFILL: best, Role.DECODE: total - best}
         return RoleDecision(
             verdict=verdict,
             reason=why[:MOST_REASON],
             serves=dict(self.serves),
             needs=needs,
-            wanted=dict(self._wanted),
+            wanted={role: self._wanted.get(role, serving[role]) for role in Role},
             best=ratio,
             move=move,
             left=left,

@@ -15,7 +15,8 @@ from tests.project.docker.dashboard import TARGET_LABELS, Exported
 
 ROOT = EXAMPLES.parents[1]
 ALERTS = EXAMPLES / "components/monitoring/alerts.yaml"
-SCALED = EXAMPLES / "components/keda/scaled-objects.yaml"
+SCALED = ("keda", "keda-roles")
+"""Components with ScaledObjects."""
 
 #: What the Prometheus Operator puts on a series beside what our relabelling does.
 SCRAPED = TARGET_LABELS | {"namespace", "pod", "container", "endpoint"}
@@ -35,9 +36,11 @@ def rules() -> dict[str, str]:
 
 def scalers() -> dict[str, str]:
     """Triggers of ScaledObjects and their queries."""
+    pages = {name: EXAMPLES / "components" / name / "scaled-objects.yaml" for name in SCALED}
     return {
-        f"{one['metadata']['name']} {trigger['name']}": trigger["metadata"]["query"]
-        for one in yaml.safe_load_all(SCALED.read_text(encoding="utf-8"))
+        f"{name} {one['metadata']['name']} {trigger['name']}": trigger["metadata"]["query"]
+        for name, page in pages.items()
+        for one in yaml.safe_load_all(page.read_text(encoding="utf-8"))
         for trigger in one["spec"]["triggers"]
     }
 

@@ -19,7 +19,7 @@ from tests.project.deploy.kustomize import Resource, build, containers
 
 EXAMPLES = Path(__file__).parents[3] / "examples/kubernetes"
 GUIDE = Path(__file__).parent / "guide"
-OVERLAYS = ("default", "rdma", "keda", "llm-d", "multinode")
+OVERLAYS = ("default", "rdma", "keda", "keda-roles", "llm-d", "multinode")
 
 #: The release whose schemas the manifests are held to; the newest field is ``preStop.sleep``.
 KUBERNETES = "1.34"

@@ -136,12 +136,26 @@ def test_only_rdma_adds_a_capability_and_a_device_for_it(examples: Path) -> None
             assert container["image"] == "pdconn-gpu:0.1.0"  # merged, not replaced
 
 
-def test_what_keda_scales_exists_and_has_no_replicas_of_its_own(examples: Path) -> None:
-    cluster = built(examples, "keda")
+@pytest.mark.parametrize("overlay", ["keda", "keda-roles"])
+def test_what_keda_scales_exists_and_has_no_replicas_of_its_own(
+    examples: Path, overlay: str
+) -> None:
+    cluster = built(examples, overlay)
     for scaled in cluster.of("ScaledObject"):
         target = scaled["spec"]["scaleTargetRef"]
         assert "replicas" not in cluster.named(target["kind"], target["name"])["spec"]
     assert len(cluster.of("ScaledObject")) == 2
+
+
+def test_keda_scales_to_what_the_router_wants(
+    examples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router says what it wants, and moves nothing: engines of these pods have one role."""
+    cluster = built(examples, "keda-roles")
+    (container,) = pod_of(cluster.workloads["pdconn-router"])["containers"]
+    assert proxy_config(container["args"], monkeypatch).roles.roles == "dry-run"
+    (plain,) = pod_of(built(examples, "keda").workloads["pdconn-router"])["containers"]
+    assert proxy_config(plain["args"], monkeypatch).roles.roles == "static"
 
 
 # Who may connect to whom

@@ -43,7 +43,7 @@ def test_every_metric_of_alerts_scaling_and_dashboard_is_documented() -> None:
     assert ours(panels) == []
     assert unexported(rules(), documented()) == []  # alerts need nothing of vLLM's own
     assert min(len(rules()), len(panels)) > 10
-    assert len(scalers()) == 4
+    assert len(scalers()) == 6
 
 
 @pytest.mark.parametrize(

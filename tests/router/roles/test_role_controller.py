@@ -172,6 +172,7 @@ def test_old_or_absurd_reports_hold_it_still(lie: dict[str, object]) -> None:
     controller = RoleController(TARGETS)
     seen = stepped(controller, fleet([engine(n, **lie) for n in range(4)], 9 * RATE), 300)
     assert verdicts(seen) == [RoleVerdict.UNKNOWN]
+    assert seen[-1].wanted == dict.fromkeys(Role, 2)  # as many as there are
     assert RoleVerdict.BEGAN in verdicts(
         stepped(controller, fleet([engine(n) for n in range(4)], 2.5 * RATE), 60, 300)
     )

@@ -53,7 +53,7 @@ def test_a_stream_costs_what_reading_its_kv_takes() -> None:
     assert rates.stream_s == pytest.approx(in_blocks(1001 + 100 - 1) * NBYTES / 1e9)
     assert rates.pull_s == pytest.approx(in_blocks(1000) * NBYTES / 1e9)
     assert rates.most_streams == MOST_STREAMS
-    small = engine_rates(pull(), replace(card, kv_nbytes=10 * 1100 * NBYTES), [phase])
+    small = engine_rates(pull(), replace(card, kv_nbytes=10 * in_blocks(1100) * NBYTES), [phase])
     assert small.most_streams == 10
     with pytest.raises(ShapeError, match="kv-memory"):
         engine_rates(pull(), replace(card, kv_nbytes=1000), [phase])
