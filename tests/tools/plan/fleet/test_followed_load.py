@@ -66,7 +66,20 @@ def answers(rate: float, seconds: float = 600, tokens: int = 1500, ramp_s: float
 THREE = Scenario(
     3, (prompts(1.6, 300), prompts(1.6), answers(2.6, tokens=700), prompts(1.6)), 2.0, (1, 2)
 )
-SIXTEEN = Scenario(16, (prompts(10, 300), prompts(10), answers(7), prompts(10)), 2.0, range(1, 16))
+SIXTEEN = Scenario(16, (prompts(10, 300), prompts(10), answers(7), prompts(10)), 2.0, range(7, 11))
+
+
+LARGE = Scenario(
+    128,
+    (
+        prompts(42, 900, 12_000),
+        prompts(42, tokens=12_000, ramp_s=300),
+        answers(32, tokens=3000, ramp_s=300),
+        prompts(42, tokens=12_000, ramp_s=300),
+    ),
+    4.0,
+    range(63, 69),
+)
 
 
 @cache
@@ -129,6 +142,18 @@ def test_no_other_ratio_of_sixteen_is_better() -> None:
     """The ratios that are left out above."""
     others = [SIXTEEN.stay(number) for number in range(1, 16) if number not in SIXTEEN.ratios]
     check_goodput(others, followed("sixteen"))
+
+
+@pytest.mark.matrix
+def test_a_large_fleet_follows_what_a_change_a_minute_can() -> None:
+    """A fleet of 128 whose phases differ by three engines, and take over in five minutes.
+
+    A load that shifts by more engines in ten minutes is out of reach.
+    """
+    run = LARGE.follow()
+    check_goodput([LARGE.stay(number) for number in LARGE.ratios], run)
+    check_moves(run)
+    assert {one.goal for one in run.moves if one.began_s > 900} == set(Role)
 
 
 # Attacks
