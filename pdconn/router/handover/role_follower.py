@@ -160,8 +160,16 @@ class RoleFollower:
 
     def fleet_changed(self) -> None:
         """Give new engines their role at once, before they get requests."""
-        if self._controller is not None:
-            self._step(self._controller)
+        if self._controller is None:
+            return
+        names = self._engines.names
+        is_movable = any(len(self._engines.roles(name)) > 1 for name in names)
+        if names and not is_movable and self._settings.roles != DRY_RUN:
+            log.warning(
+                "pdconn: --roles follow, but no engine is listed in both roles engines=%d",
+                len(names),
+            )
+        self._step(self._controller)
 
     def state(self) -> dict[str, object] | None:
         """For the admin page; None with static roles."""

@@ -198,6 +198,19 @@ async def slow_decode(one: Fleet, decode: FakeEngine) -> AsyncIterator[None]:
 
 
 @in_loop
+async def test_a_fleet_in_which_nothing_can_move_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with AsyncExitStack() as stack:
+        await fleet(stack, num_prefill=2)
+        assert "no engine is listed in both roles" in caplog.text
+        caplog.clear()
+        await fleet(stack)
+        await fleet(stack, num_prefill=2, roles="dry-run")
+        assert "no engine is listed in both roles" not in caplog.text
+
+
+@in_loop
 async def test_decode_that_is_slow_gets_an_engine_and_every_request_its_answer() -> None:
     async with AsyncExitStack() as stack:
         one = await fleet(stack)

@@ -300,3 +300,32 @@ def test_whatever_is_reported_the_laws_hold(
     steps: list[Step],
 ) -> None:
     check_laws(RoleController(TARGETS), steps)
+
+
+class Hasty(RoleController):
+    """One that forgets the move under way, and when it began."""
+
+    def step(self, report: FleetReport, now: float) -> RoleDecision:
+        decision = super().step(report, now)
+        self.move = None
+        self._reversals.began_s = -math.inf
+        return decision
+
+
+PROMPTS_ALONE: list[Step] = [([{"kv_usage": 0.0}] * 9, 99 * RATE, 11.0)] * 40
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Hasty(TARGETS),
+        RoleController(replace(TARGETS, period_s=5.0)),
+        RoleController(replace(TARGETS, floors=dict.fromkeys(Role, 0))),
+    ],
+    ids=["two at once", "too often", "no floor"],
+)
+def test_a_controller_that_breaks_a_law_is_found(broken: RoleController) -> None:
+    """The controls."""
+    with pytest.raises(AssertionError):
+        check_laws(broken, PROMPTS_ALONE)
+    check_laws(RoleController(TARGETS), PROMPTS_ALONE)
