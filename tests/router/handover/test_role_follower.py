@@ -18,7 +18,7 @@ from pdconn.router.fleet.member import Member, Role
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_errors import BadSetting
 from pdconn.router.router_server import Running, running_proxy
-from tests.fakes.event_loop import in_loop
+from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import MODEL, FakeEngine, Leases, Seen
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -101,8 +101,8 @@ class Fleet:
             page: dict[str, Any] = json.loads(await response.read())
         return page
 
-    async def complete(self, prompt: str = "hi") -> int:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
+    async def complete(self, prompt: str = "hi", **more: Any) -> int:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, **more}
         async with self.client.post(f"{self.proxy.url}/v1/completions", json=body) as response:
             await response.read()
             return response.status
@@ -173,7 +173,7 @@ async def test_with_static_roles_nothing_changes() -> None:
 
 
 @asynccontextmanager
-async def slow_decode(one: Fleet, decode: FakeEngine) -> AsyncIterator[None]:
+async def slow_decode(one: Fleet, decode: FakeEngine, **more: Any) -> AsyncIterator[None]:
     """Forty requests, of which those at ``decode`` are answered when the block has ended."""
     held = asyncio.Event()
 
@@ -190,7 +190,7 @@ async def slow_decode(one: Fleet, decode: FakeEngine) -> AsyncIterator[None]:
     one.itl_s, decode.script = 0.2, slow
     async with asyncio.TaskGroup() as group:
         refreshing = group.create_task(pages())
-        asked = [group.create_task(one.complete(f"prompt {n}")) for n in range(40)]
+        asked = [group.create_task(one.complete(f"prompt {n}", **more)) for n in range(40)]
         yield
         held.set()
         assert Counter(await asyncio.gather(*asked)) == Counter({200: 40})
@@ -222,6 +222,29 @@ async def test_decode_that_is_slow_gets_an_engine_and_every_request_its_answer()
             await one.until(lambda roles: roles["serving"] == {"prefill": 1, "decode": 2})
         assert one.metric("role_changes_total", role="decode") == 1.0
         assert one.metric("role_engines", role="decode") == 2.0
+
+
+@in_loop
+async def test_an_engine_that_dies_while_it_changes_loses_no_request() -> None:
+    async with AsyncExitStack() as stack:
+        one = await fleet(stack, role_drain_s=30.0)
+        serves = (await one.until(lambda roles: roles["verdict"] == "in_target"))["serves"]
+        decode = next(engine for engine in one.engines if serves[engine.url] == "decode")
+        prefill = [engine for engine in one.engines if engine is not decode]
+        for engine in prefill:
+            engine.computes.clear()
+        stuck = [asyncio.create_task(one.complete(f"stuck {n}")) for n in range(8)]
+        await until(lambda: all(engine.seen for engine in prefill))
+        # With two choices a request goes to decode alone.
+        async with slow_decode(one, decode, n=2):
+            changing = (await one.until(lambda roles: roles["changing"] is not None))["changing"]
+            assert serves[changing] == "prefill"
+            await next(engine for engine in prefill if engine.url == changing).stop()
+            for engine in prefill:
+                engine.computes.set()
+            await one.until(lambda roles: roles["changes"][0]["what"] == "change given up")
+        assert await asyncio.gather(*stuck) == [200] * len(stuck)
+        assert one.metric("role_verdicts_total", verdict="given_up") == 1.0
 
 
 @in_loop
