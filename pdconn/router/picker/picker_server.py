@@ -21,8 +21,8 @@ from pdconn.router.access.listener_tls import ServerTls
 from pdconn.router.admin.probes import Probes
 from pdconn.router.binding import url_of
 from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.pick import Pick, PickedDecode, PickedPasses
 from pdconn.router.picker.ext_proc import CALL, SERVICE, ProcessingRequest, ProcessingResponse
+from pdconn.router.picker.pick import Pick, PickedDecode, PickedPasses
 from pdconn.router.picker.picker_service import PickerService
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_errors import CannotListen

@@ -1,7 +1,7 @@
 """Serves a gateway's calls: one for each request of a client.
 
 What becomes of a request is decided by the same code as in ``pdconn proxy`` (``front.client_api``);
-only decode's leg differs (``handover.pick``).  Answers of engines do not pass through here: a call
+only decode's leg differs (``picker.pick``).  Answers of engines do not pass through here: a call
 goes on until its request has ended, so that what is in flight is known, and has no further message.
 """
 
@@ -31,7 +31,6 @@ from pdconn.router.front.client_api import (
     told_headers,
 )
 from pdconn.router.handover.listing import Listing
-from pdconn.router.handover.pick import AnswerHead, Pick
 from pdconn.router.handover.stream import ENGINE_HEADER
 from pdconn.router.handover.tries import end_of
 from pdconn.router.labels import RequestEnd
@@ -40,6 +39,7 @@ from pdconn.router.openai.requests import REQUEST_ID_HEADER
 from pdconn.router.picker.endpoints import Endpoints
 from pdconn.router.picker.exchange import Exchange, GatewayLeft
 from pdconn.router.picker.messages import Head, head_of, upstream_of
+from pdconn.router.picker.pick import AnswerHead, Pick
 from pdconn.router.router_errors import (
     MethodNotAllowed,
     NoEngineLeft,
