@@ -141,8 +141,8 @@ async def running_router(
                     config,
                     url,
                     url_of("http", config.listen.admin_host, admin),
-                    services.metrics,
-                    services.router,
+                    services.handover.metrics,
+                    services.handover.router,
                     services.reloader.reload_all,
                 )
                 services.probes.start_draining()
@@ -154,10 +154,6 @@ class Services:
     """The parts of a router that front ends, and this module, need."""
 
     config: ProxyConfig
-    engines: EngineRegistry
-    health: Health
-    metrics: RouterMetrics
-    router: RequestRouter
     handover: Handover[EngineAnswer]
     bodies: BodyReader
     keys: ApiKeys | None
@@ -172,8 +168,7 @@ class Services:
 
 @asynccontextmanager
 async def _services(config: ProxyConfig, policy: Policy, limits: Limits) -> AsyncIterator[Services]:
-    keys = None if config.listen.api_key_file is None else ApiKeys(config.listen.api_key_file)
-    engine_key = EngineKey(config.listen.engine_key_file)
+    keys, engine_key = _keys(config)
     tls, tracing = config.listen.make_tls(), config.traces.make_tracing()
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
@@ -203,9 +198,9 @@ async def _services(config: ProxyConfig, policy: Policy, limits: Limits) -> Asyn
     )
     health.when_up, roles.when_changed = warm_up.engine_up, warm_up.fleet_changed
     admin = AdminApp(DebugPage(router, feeds.statuses, roles.state), metrics, probes)
-
-    followers = (health, metrics, router.loads, router, roles, warm_up)
-    fleet_changed = partial(_fleet_changed, engines, feeds, followers)
+    fleet_changed = partial(
+        _fleet_changed, engines, feeds, (health, metrics, router.loads, router, roles, warm_up)
+    )
     try:
         watch = FleetWatch(config.engines.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, router.loads, roles:
@@ -213,10 +208,6 @@ async def _services(config: ProxyConfig, policy: Policy, limits: Limits) -> Asyn
             reloader = Reloader(config.engines.fleet, watch, keys, engine_key, tls)
             yield Services(
                 config,
-                engines,
-                health,
-                metrics,
-                router,
                 handover,
                 bodies,
                 keys,
@@ -230,15 +221,26 @@ async def _services(config: ProxyConfig, policy: Policy, limits: Limits) -> Asyn
             )
     finally:
         await warm_up.close()
-        await handover.prefetches.close()
-        await handover.prefill.pulls.close(limits.patience_s)
-        await handover.abandoned.close(limits.last_returns_s)
-        await router.tokeniser.models.close()
+        await _close(handover, limits)
         await feeds.close()
         await health.close()
         await client.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
+
+
+def _keys(config: ProxyConfig) -> tuple[ApiKeys | None, EngineKey]:
+    """The keys of clients, if they are checked, and the engines' key."""
+    path = config.listen.api_key_file
+    return None if path is None else ApiKeys(path), EngineKey(config.listen.engine_key_file)
+
+
+async def _close(handover: Handover[EngineAnswer], limits: Limits) -> None:
+    """End what is under way in the background."""
+    await handover.prefetches.close()
+    await handover.prefill.pulls.close(limits.patience_s)
+    await handover.abandoned.close(limits.last_returns_s)
+    await handover.router.tokeniser.models.close()
 
 
 def _fleet_changed(
@@ -359,7 +361,11 @@ async def _wait_for_engines(
     on_ready: Callable[[EngineReady], None],
 ) -> None:
     """Wait until every engine answers and each role has one, or ``wait_s`` if each role has one."""
-    engines, health, wait_s = services.engines, services.health, config.times.wait_s or 0.0
+    engines, health, wait_s = (
+        services.handover.engines,
+        services.handover.tries.health,
+        config.times.wait_s or 0.0,
+    )
     started_s = time.monotonic()
     ready: set[str] = set()
     while True:

@@ -13,7 +13,7 @@ nothing, or another prompt; at once if the ticket names a boot that is not up, o
 nothing to pull; and if no such prefill comes (``parks_s``).  A ticket that was used fails its
 request under ``policy`` ``fail``, vLLM's default.
 
-``tests/router/handover/stream_scenarios.py`` gives these fakes and vLLM the same requests.
+``tests/router/handover/streams/stream_scenarios.py`` gives these fakes and vLLM the same requests.
 """
 
 from __future__ import annotations

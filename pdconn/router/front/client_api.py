@@ -23,7 +23,7 @@ from pdconn.router.access.access_log import Served
 from pdconn.router.access.api_keys import ApiKeys, EngineKey, authorization_of
 from pdconn.router.admission.places import AdmissionQueue, BodyBudget, HeldBody
 from pdconn.router.fleet.engine_client import EngineAnswer
-from pdconn.router.handover.abandoned import Answer
+from pdconn.router.handover.abandoned import LegResult
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.listing import ListedModels, Listing
 from pdconn.router.handover.passing import Passing
@@ -71,8 +71,8 @@ _ACCEPTED = 202
 PREFETCH, RELEASE = "/v1/kv/prefetch", "/v1/kv/release"
 MODELS, MODEL = "/v1/models", "/v1/models/{name}"
 
-A = TypeVar("A", bound=Answer)
-A_co = TypeVar("A_co", bound=Answer, covariant=True)
+A = TypeVar("A", bound=LegResult)
+A_co = TypeVar("A_co", bound=LegResult, covariant=True)
 
 Answered: TypeAlias = "tuple[EngineAnswer | Listing | A, str]"
 """An engine's answer, one of the router's own, or what decode's leg gave; and the request's id."""

@@ -52,7 +52,7 @@ LATE_S = 30.0
 MOST_ABANDONED = 1024
 
 
-class Answer(Protocol):
+class LegResult(Protocol):
     """What a request's hand-over gives: an engine's answer, or where it is to come from."""
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class AbandonedRequests:
         self,
         request: RoutedRequest,
         prefill: asyncio.Task[Any],
-        answer: Answer | None,
+        answer: LegResult | None,
     ) -> None:
         """Take over ``prefill``, which nothing waits for: decode has its ``answer``, or failed."""
         request.held.add_user()
@@ -100,7 +100,7 @@ class AbandonedRequests:
             prefill.add_done_callback(close_answer)
 
     async def _finish_prefill(
-        self, request: RoutedRequest, prefill: asyncio.Task[Any], answer: Answer | None
+        self, request: RoutedRequest, prefill: asyncio.Task[Any], answer: LegResult | None
     ) -> None:
         try:
             late_s = self._late_s
@@ -115,7 +115,7 @@ class AbandonedRequests:
             request.keep_refusal(None)
             request.held.drop_user()
 
-    def client_left(self, request: RoutedRequest, task: asyncio.Task[Answer]) -> None:
+    def client_left(self, request: RoutedRequest, task: asyncio.Task[LegResult]) -> None:
         """Take over ``task``, which is still running the request."""
         request.note(ClientLeft())
         request.held.add_user()
@@ -124,7 +124,7 @@ class AbandonedRequests:
             task.cancel()
             task.add_done_callback(close_answer)
 
-    async def _finish(self, request: RoutedRequest, task: asyncio.Task[Answer]) -> None:
+    async def _finish(self, request: RoutedRequest, task: asyncio.Task[LegResult]) -> None:
         try:
             async with asyncio.timeout(self._wait_s(request)):
                 answer = await task

@@ -38,7 +38,7 @@ from pdconn.router.fleet.engine_client import EngineAnswer
 from pdconn.router.fleet.flights import Flight
 from pdconn.router.fleet.lenders import is_one_boot
 from pdconn.router.fleet.member import Role
-from pdconn.router.handover.abandoned import AbandonedRequests, Answer, close_answer
+from pdconn.router.handover.abandoned import AbandonedRequests, LegResult, close_answer
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.metric_table import EarlyStart
 from pdconn.router.openai.requests import Route
@@ -47,7 +47,7 @@ from pdconn.router.routing.policy import Candidate, Decision
 from pdconn.router.routing.request_events import ClientLeft, Event, StepKind, Streamed
 from pdconn.router.routing.routed_request import RoutedRequest
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=LegResult)
 AskDecode: TypeAlias = "Callable[[], Coroutine[Any, Any, A]]"
 """Serves the request at decode, with what is its ``usable_ticket`` then."""
 GetTicket = Callable[[], Coroutine[Any, Any, EngineAnswer | None]]
@@ -294,7 +294,7 @@ class EarlyLeg(Generic[A]):
         await asyncio.wait({self._decode})
 
 
-async def _end_legs(legs: Iterable[asyncio.Task[Any]], kept: Answer | None) -> None:
+async def _end_legs(legs: Iterable[asyncio.Task[Any]], kept: LegResult | None) -> None:
     """End what is under way, and close every answer but the one that is kept."""
     for leg in legs:
         leg.cancel()

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from pdconn.router.fleet.engine_client import EngineAnswer, EngineClient
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.handover.abandoned import AbandonedRequests, Answer
+from pdconn.router.handover.abandoned import AbandonedRequests, LegResult
 from pdconn.router.handover.early_leg import EarlyLegs
 from pdconn.router.handover.prefetch import Prefetches
 from pdconn.router.handover.prefill import Prefill
@@ -39,8 +39,8 @@ from pdconn.router.routing.request_events import (
 )
 from pdconn.router.routing.routed_request import Abandoned, EventWatcher, RoutedRequest
 
-A = TypeVar("A", bound=Answer)
-A_co = TypeVar("A_co", bound=Answer, covariant=True)
+A = TypeVar("A", bound=LegResult)
+A_co = TypeVar("A_co", bound=LegResult, covariant=True)
 """What decode's legs give: an engine's answer, or where the answer is to come from."""
 
 

@@ -13,7 +13,7 @@ from pdconn.router.routing.policy import RoundRobin, ScoredCandidate
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, CHUNKS, TICKET, error
-from tests.router.handover.streaming import asked
+from tests.router.handover.streams.streaming import asked
 
 
 @in_loop

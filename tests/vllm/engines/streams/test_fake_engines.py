@@ -1,6 +1,6 @@
 """vLLM shows of streams what the fake engines of the router's tests show.
 
-The requests and what they show are stated once (:mod:`tests.router.handover.stream_scenarios`).
+(:mod:`tests.router.handover.streams.stream_scenarios` states the requests, and what they show).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdconn.tools.lab.lab_client import answer_of
 from pdconn.tools.lab.spec import SERVED_NAME
 from pdconn.tools.openai.completions import read_completion
 from tests.fakes.event_loop import in_loop
-from tests.router.handover.stream_scenarios import (
+from tests.router.handover.streams.stream_scenarios import (
     NUM_TOKENS,
     SCENARIOS,
     Act,

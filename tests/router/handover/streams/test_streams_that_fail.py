@@ -21,7 +21,7 @@ from tests.fakes.fake_engine import (
     hang,
     reset,
 )
-from tests.router.handover.streaming import (
+from tests.router.handover.streams.streaming import (
     WORDS,
     ask_early,
     asked,

@@ -23,7 +23,7 @@ from tests.fakes.fake_engine import (
     Seen,
     error,
 )
-from tests.router.handover.streaming import (
+from tests.router.handover.streams.streaming import (
     WORDS,
     ask_early,
     asked,
