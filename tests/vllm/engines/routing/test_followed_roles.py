@@ -121,6 +121,7 @@ def test_an_engine_is_given_to_the_role_that_lacks_one_and_back(
     ]  # fmt: skip
     with running_proxy(urls, urls, work, args=args) as proxy:
         load = Load(Client(proxy))
+        assert roles_of(proxy)["changes"] == []  # an idle fleet stays as it is
         with load.sent(answers, ANSWER_TOKENS, expected):
             to_decode = await_move(proxy, "decode")
         with load.sent(prompts, 2, expected):
