@@ -17,8 +17,8 @@ What keeps it still, while a load flickers or reports lie:
 - a move begins only if a role misses its target, another ratio is better by ``MARGIN``, and both
   have been so for ``STEADY`` of a period;
 - one engine begins to move in a period at most, and the next only after it has ended;
-- a move against the direction of the one before waits longer, twice as long for each such
-  reversal in the last ``REMEMBERED`` periods;
+- a move against the direction of the one before waits longer, twice as long for each quick
+  reversal (within ``QUICK`` periods) in the last ``REMEMBERED`` periods;
 - reports that are old or absurd end the step before anything is decided.
 """
 
@@ -38,6 +38,8 @@ MARGIN = 0.1
 """A ratio is better if its pressure is lower by this share."""
 STEADY = 1 / 6
 """Periods for which a role must be short in the same direction."""
+QUICK = 5
+"""Periods from one move to the next within which a reversal counts: later, the load has changed."""
 REMEMBERED = 20
 """Periods for which a reversal counts."""
 LEAST_STEP_S = 1e-3
@@ -110,8 +112,9 @@ class _Reversals:
     began_s: float = -math.inf
     at_s: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
-    def note_move(self, goal: Role, now: float) -> None:
-        if self.goal is not None and goal is not self.goal:
+    def note_move(self, goal: Role, period_s: float, now: float) -> None:
+        is_quick = now - self.began_s < QUICK * period_s
+        if self.goal is not None and goal is not self.goal and is_quick:
             self.at_s.append(now)
         self.goal, self.began_s = goal, now
 
@@ -315,7 +318,7 @@ class RoleController:
     ) -> RoleDecision:
         move = RoleMove(engine, OTHER[goal], goal, now, why[:MOST_REASON])
         self._short = None
-        self._reversals.note_move(goal, now)
+        self._reversals.note_move(goal, self.targets.period_s, now)
         if self.targets.moves:
             self.move, self.serves[engine] = move, None
         return self._decided(RoleVerdict.BEGAN, why, needs, best, move=move)
