@@ -46,7 +46,7 @@ from tests.throughput.proxy_cpu.routers import (
 AT_ONCE, STREAMS_AT_ONCE = 16, 32
 PROMPTS = 8
 """Different prompts of a run, sent in turn."""
-JSON_REQUESTS, STREAMS = 1600, 160
+JSON_REQUESTS, STREAMS = 640, 96
 LONG_TOKENS = 32_000
 RIVAL_VARIABLE = "PDCONN_VLLM_ROUTER"
 """The variable that names vllm-router's program."""
@@ -138,7 +138,7 @@ def measure(args: argparse.Namespace, place: Path) -> list[Row]:
         running = [(way, stack.enter_context(way.router)) for way in ways(args, fleet, place)]
         for number in range(args.rounds + 1):
             for way, router in running:
-                few = 0.1 if number == 0 or way.prompt_tokens == LONG_TOKENS else 1.0
+                few = 0.25 if number == 0 or way.prompt_tokens == LONG_TOKENS else 1.0
                 json_ms = _run(way, router, rng, few, streams=False)
                 stream_ms = _run(way, router, rng, few if number == 0 else 1.0, streams=True)
                 if number > 0:
