@@ -1,8 +1,14 @@
 """Schemas of the custom resources that the manifests use: the documented fields of each, and
-no others, so that one which is misspelt, or new here, is refused."""
+no others, so that one which is misspelt, or new here, is refused.
+
+Those of the Gateway API and its Inference Extension are the published ones (``schemas``), whose
+servers drop unknown fields; here these are refused, too.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 
@@ -160,7 +166,29 @@ LEADER_WORKER_SET = _resource(
     ),
 )
 
+
+def _published(name: str) -> dict[str, Any]:
+    path = Path(__file__).parent / f"schemas/{name}.json"
+    schema = _strict(json.loads(path.read_text(encoding="utf-8")))
+    schema["properties"]["metadata"] = POD_MONITOR["properties"]["metadata"]
+    return dict(schema)
+
+
+def _strict(node: Any) -> Any:
+    """A schema whose objects have no properties but those that it names."""
+    if isinstance(node, list):
+        return [_strict(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    made = {key: _strict(value) for key, value in node.items()}
+    if made.get("type") == "object" and "properties" in made:
+        made["additionalProperties"] = False
+    return made
+
+
 SCHEMAS = {
+    "HTTPRoute": _published("httproute"),
+    "InferencePool": _published("inferencepool"),
     "LeaderWorkerSet": LEADER_WORKER_SET,
     "PodMonitor": POD_MONITOR,
     "PrometheusRule": PROMETHEUS_RULE,

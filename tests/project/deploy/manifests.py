@@ -19,7 +19,7 @@ from tests.project.deploy.kustomize import Resource, build, containers
 
 EXAMPLES = Path(__file__).parents[3] / "examples/kubernetes"
 GUIDE = Path(__file__).parent / "guide"
-OVERLAYS = ("default", "rdma", "keda", "keda-roles", "llm-d", "multinode")
+OVERLAYS = ("default", "rdma", "keda", "keda-roles", "llm-d", "multinode", "gateway")
 
 #: The release whose schemas the manifests are held to; the newest field is ``preStop.sleep``.
 KUBERNETES = "1.34"
@@ -118,6 +118,10 @@ def port_of(container: Mapping[str, Any], port: str | int) -> int | None:
     """A container's port by its name, or as it is."""
     named = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
     return port if isinstance(port, int) else named.get(port)
+
+
+def port_numbers(container: Mapping[str, Any]) -> list[int]:
+    return [one["containerPort"] for one in container.get("ports", ())]
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
@@ -278,10 +282,12 @@ def unprobed(cluster: Cluster) -> list[str]:
             needed = ["readinessProbe", "livenessProbe"]
             needed += ["startupProbe"] if workload["kind"] != "Deployment" else []
             for probe in needed:
-                asked = container.get(probe, {}).get("httpGet")
+                asked = container.get(probe, {}).get("httpGet") or container.get(probe, {}).get(
+                    "grpc"
+                )
                 if asked is None:
                     wrong.append(f"{name}: no {probe}")
-                elif port_of(container, asked["port"]) is None:
+                elif port_of(container, asked["port"]) not in port_numbers(container):
                     wrong.append(f"{name}: {probe} of {asked['port']}")
     return wrong
 
@@ -320,11 +326,40 @@ def unselected(cluster: Cluster) -> list[str]:
         ports = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
         if not met or any(port_of(one, port) is None for one in met for port in ports):
             wrong.append(f"PodMonitor {monitor['metadata']['name']}: no pod, or no such port")
+    wrong += _astray(cluster, list(pods.values()))
     for name, workload in cluster.workloads.items():
         if workload["kind"] == "StatefulSet":
             service = cluster.named("Service", workload["spec"]["serviceName"])
             if service["spec"].get("clusterIP") != "None" or service["metadata"]["name"] != name:
                 wrong.append(f"{name}: no headless service of its name")
+    return wrong
+
+
+def _astray(cluster: Cluster, pods: list[tuple[dict[str, str], dict[str, Any]]]) -> list[str]:
+    """Pools that hold no pods of one workload, or name no picker; routes to no pool."""
+    wrong = []
+    pools = {one["metadata"]["name"]: one["spec"] for one in cluster.of("InferencePool")}
+    for name, pool in pools.items():
+        met = [container for labels, container in pods if selects(pool["selector"], labels)]
+        numbers = [one["number"] for one in pool["targetPorts"]]
+        if len(met) != 1 or not set(numbers) <= set(port_numbers(met[0])):
+            wrong.append(f"InferencePool {name}: {len(met)} workloads, or no such port")
+        picker = pool["endpointPickerRef"]
+        ports = [
+            port["port"]
+            for service in cluster.of("Service")
+            if service["metadata"]["name"] == picker["name"]
+            for port in service["spec"]["ports"]
+        ]
+        if picker["port"]["number"] not in ports:
+            wrong.append(f"InferencePool {name}: no picker {picker['name']}, or no such port")
+    for route in cluster.of("HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            wrong += [
+                f"HTTPRoute {route['metadata']['name']}: no pool {one['name']}"
+                for one in rule["backendRefs"]
+                if one.get("kind") != "InferencePool" or one["name"] not in pools
+            ]
     return wrong
 
 

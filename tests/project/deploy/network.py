@@ -24,7 +24,7 @@ class Party:
 
 
 def parties(cluster: Cluster) -> dict[str, Party]:
-    """A pod of each workload, one of monitoring, and a stranger's."""
+    """A pod of each workload, one of a gateway, one of monitoring, and a stranger's."""
     found = {}
     for name, workload in cluster.workloads.items():
         labels = workload["spec"]["template"]["metadata"]["labels"]
@@ -34,6 +34,7 @@ def parties(cluster: Cluster) -> dict[str, Party]:
     dns = Party("dns", "kube-system", {"k8s-app": "kube-dns"})
     return found | {
         "dns": dns,
+        "gateway": Party("gateway", "gateway"),
         "monitoring": Party("monitoring", "monitoring"),
         "stranger": Party("stranger", "default", {"app.kubernetes.io/name": "pdconn"}),
     }

@@ -117,6 +117,51 @@ def test_a_manifest_with_a_fault_is_refused(
     assert check(cluster) != []
 
 
+POOL, ROUTE = "InferencePool", "HTTPRoute"
+
+
+def spec(cluster: Cluster, kind: str) -> Any:
+    return cluster.of(kind)[0]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("check", "change"),
+    [
+        (laws.misshapen, lambda c: spec(c, POOL).update(targetPort=8000)),
+        (laws.misshapen, lambda c: spec(c, POOL)["selector"].update(app="decode")),
+        (laws.misshapen, lambda c: spec(c, POOL)["endpointPickerRef"].update(failureMode="Open")),
+        (
+            laws.misshapen,
+            lambda c: c.of(POOL)[0].update(apiVersion="inference.networking.k8s.io/v2"),
+        ),
+        (laws.misshapen, lambda c: spec(c, ROUTE)["rules"][0]["timeouts"].update(request="none")),
+        (laws.misshapen, lambda c: spec(c, ROUTE)["rules"][0].update(match=[])),
+        (laws.unselected, lambda c: spec(c, POOL)["selector"].update(matchLabels={"a": "b"})),
+        (laws.unselected, lambda c: spec(c, POOL).update(targetPorts=[{"number": 8001}])),
+        (laws.unselected, lambda c: spec(c, POOL)["endpointPickerRef"].update(name="picker")),
+        (laws.unselected, lambda c: spec(c, POOL)["endpointPickerRef"]["port"].update(number=1)),
+        (laws.unselected, lambda c: spec(c, ROUTE)["rules"][0]["backendRefs"][0].update(name="a")),
+        (laws.unprobed, lambda c: picker(c)["readinessProbe"]["grpc"].update(port=9003)),
+        (laws.unprobed, lambda c: picker(c)["readinessProbe"].pop("grpc")),
+    ],
+)
+def test_a_manifest_for_a_gateway_with_a_fault_is_refused(
+    gateway: Cluster, check: Callable[[Cluster], list[str]], change: Change
+) -> None:
+    cluster = changed(gateway, change)
+    assert check(cluster) != []
+    assert check(gateway) == []
+
+
+@pytest.fixture(scope="module")
+def gateway(examples: Path) -> Cluster:
+    return built(examples, "gateway")
+
+
+def picker(cluster: Cluster) -> Any:
+    return pod_of(cluster.workloads["pdconn-picker"])["containers"][0]
+
+
 def changed(cluster: Cluster, change: Change) -> Cluster:
     made = Cluster(copy.deepcopy(cluster.resources))
     change(made)
@@ -169,7 +214,7 @@ def test_kv_passes_between_engines_alone(default: Cluster) -> None:
 
 
 def test_engines_serve_the_router_and_monitoring_and_the_router_everyone(default: Cluster) -> None:
-    everyone = {"prefill", "decode", "router", "monitoring", "stranger", "dns"}
+    everyone = {"prefill", "decode", "router", "monitoring", "gateway", "stranger", "dns"}
     pairs = reachable(default, 8000)
     assert {pair for pair in pairs if pair[1] != "router"} == {
         (source, target) for source in ("router", "monitoring") for target in ("prefill", "decode")
@@ -182,6 +227,22 @@ def test_engines_serve_the_router_and_monitoring_and_the_router_everyone(default
 
 def test_admin_pages_are_monitorings_alone(default: Cluster) -> None:
     assert reachable(default, 9000) == {("monitoring", "router")}
+
+
+def test_a_gateway_reaches_decode_and_pickers_and_pickers_reach_engines(
+    default: Cluster, gateway: Cluster
+) -> None:
+    assert reachable(gateway, 9002) == {("gateway", "picker")}
+    assert reachable(gateway, 9000) == {("monitoring", "router"), ("monitoring", "picker")}
+    added = reachable(gateway, 8000) - reachable(default, 8000)
+    assert {pair for pair in added if pair[1] != "router"} == {
+        ("picker", "prefill"), ("picker", "decode"), ("gateway", "decode"),
+    }  # fmt: skip
+    for port in (5557, 5657):
+        added = reachable(gateway, port) - reachable(default, port)
+        assert added == {("picker", "prefill"), ("picker", "decode")}
+    for port in KV_PORTS:
+        assert reachable(gateway, port) == reachable(default, port)
 
 
 def test_a_forged_ticket_leads_decode_nowhere_but_to_engines(default: Cluster) -> None:
@@ -252,6 +313,18 @@ def test_the_routers_command_is_one_and_finds_engines_by_name(
         assert member.url.endswith(f":{argument(started, 'port')}")
         assert member.events == events["endpoint"].replace("*", "{host}")
         assert member.replay == events["replay_endpoint"].replace("*", "{host}")
+
+
+def test_the_pickers_command_finds_the_routers_engines(
+    default: Cluster, gateway: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (container,) = router(default)["containers"]
+    words = {"picker": "proxy", "--port=9002": "--port=8000"}
+    args = [words.get(one, one) for one in picker(gateway)["args"]]
+    assert args == container["args"]  # the picker has the router's options
+    config = proxy_config(picker(gateway)["args"], monkeypatch)
+    assert (config.listen.host, config.listen.port) == ("0.0.0.0", 9002)
+    assert spec(gateway, "InferencePool")["endpointPickerRef"]["failureMode"] == "FailClose"
 
 
 def settings(container: Any, secrets: Path) -> Settings:

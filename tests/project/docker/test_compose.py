@@ -206,11 +206,11 @@ def proxy_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> ProxyConf
     """What ``pdconn`` makes of its command line, without serving; SystemExit as it does."""
     made: list[ProxyConfig] = []
 
-    async def serve(config: ProxyConfig, _events: object) -> int:
+    async def serve(config: ProxyConfig, *_events_and_router: object) -> int:
         made.append(config)
         return 0
 
-    monkeypatch.setattr("pdconn.tools.cli.proxy.proxy_command.serve", serve)
+    monkeypatch.setattr("pdconn.tools.cli.proxy.router_command.serve", serve)
     if (code := main(words)) != 0:
         raise SystemExit(code)
     return made[0]
