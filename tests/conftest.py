@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture.providers import Constants, HypothesisProvider
 
 from tests import selection
 from tests.property.scale import ASKED, at_least
@@ -25,6 +26,11 @@ settings.register_profile(
     max_examples=at_least(settings.default.max_examples),
 )
 settings.load_profile("patient")
+
+# Hypothesis also draws constants that it finds in modules imported so far, so the examples would
+# depend on the tests before, and each process would parse all our files for them.
+if not ASKED:
+    HypothesisProvider._local_constants = Constants()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

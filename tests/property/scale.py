@@ -69,8 +69,7 @@ def notices(machine: Made, *, examples: int, steps: int, what: str | None = None
     Or it ends its engine's thread, by a name that its tables do not have.  ``what``: a part of
     what is said then.
     """
-    # Hypothesis draws constants of the modules that are imported, so what is drawn first depends on
-    # the tests before.  More examples cost nothing where one is found.
+    # More examples cost nothing where one is found.
     until_one_fails = settings(
         _settings(_TIMES * examples, steps),
         derandomize=True,
