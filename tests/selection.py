@@ -20,6 +20,8 @@ MARKS = ("compose", "engine", "matrix", "multinode", "ucx")
 
 TESTS = Path(__file__).parent
 _NAMED = re.compile(rf"\bmark\.({'|'.join(MARKS)})\b")
+_FOR_ALL = re.compile(rf"^ +item\.add_marker\(pytest\.mark\.({'|'.join(MARKS)})\)", re.MULTILINE)
+"""What a ``conftest.py`` gives each test of its folder."""
 
 
 def selects(expression: str, marks: Collection[str]) -> bool:
@@ -44,14 +46,29 @@ def combinations(marks: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 @functools.cache
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+@functools.cache
 def _named_in(path: Path) -> frozenset[str]:
-    return frozenset(_NAMED.findall(path.read_text(encoding="utf-8")) if path.is_file() else ())
+    return frozenset(_NAMED.findall(_text_of(path)))
 
 
+def _conftests(path: Path) -> list[Path]:
+    return [one / "conftest.py" for one in path.parents if TESTS in one.parents]
+
+
+@functools.cache  # each of the thousands of tests asks for its file's
 def marks_named_for(path: Path) -> frozenset[str]:
     """Marks that tests of this file can have: it names them, or a ``conftest.py`` above does."""
-    above = [one / "conftest.py" for one in path.parents if TESTS in one.parents]
-    return frozenset().union(*map(_named_in, (path, *above)))
+    return frozenset().union(*map(_named_in, (path, *_conftests(path))))
+
+
+@functools.cache
+def marks_given_to(path: Path) -> frozenset[str]:
+    """Marks that each test of this file has: a ``conftest.py`` above gives them to its folder."""
+    return frozenset(mark for one in _conftests(path) for mark in _FOR_ALL.findall(_text_of(one)))
 
 
 def may_run(expression: str, path: Path) -> bool:
@@ -61,13 +78,13 @@ def may_run(expression: str, path: Path) -> bool:
     """
     if path.is_dir():
         return any(may_run(expression, test) for test in path.rglob("test_*.py"))
-    return _may_have(expression, marks_named_for(path))
+    return _may_have(expression, marks_named_for(path), marks_given_to(path))
 
 
 @functools.cache
-def _may_have(expression: str, marks: frozenset[str]) -> bool:
+def _may_have(expression: str, named: frozenset[str], given: frozenset[str]) -> bool:
     try:
-        return any(selects(expression, some) for some in combinations(marks))
+        return any(selects(expression, {*given, *some}) for some in combinations(named))
     except ValueError:  # a mark that plugins give, such as hypothesis
         return True
 

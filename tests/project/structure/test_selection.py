@@ -109,5 +109,27 @@ def test_a_mark_that_a_folder_gives_is_named_for_its_files(
     path.write_text("def test_it(): ...\n", encoding="utf-8")
     (path.parent / "conftest.py").write_text("pytest.mark.engine\n", encoding="utf-8")
     assert marks_named_for(path) == {"engine"}
+    assert may_run("not engine", path), "not each of them may have it"
     assert unnamed([(path, ("engine", "timeout"))]) == []
     assert unnamed([(path, ("engine", "matrix"))]) == [f"{path}: names no mark matrix"]
+
+
+def test_a_file_whose_tests_have_a_mark_from_their_folder_is_not_imported_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "TESTS", tmp_path)
+    path = tmp_path / "room/test_it.py"
+    path.parent.mkdir()
+    path.write_text("@pytest.mark.matrix\n", encoding="utf-8")
+    giving = "for item in items:\n    item.add_marker(pytest.mark.engine)\n"
+    (path.parent / "conftest.py").write_text(giving, encoding="utf-8")
+    assert not may_run("not (engine or ucx)", path)
+    assert may_run("engine and not matrix", path)
+    assert may_run("hypothesis", path)
+
+
+def test_engines_are_given_their_mark_by_their_folder() -> None:
+    """A negative control of the above: in another form it would be found in no folder."""
+    engines = ROOT / "tests/vllm/engines/test_pair.py"
+    assert not may_run("not (compose or engine or matrix or multinode or ucx)", engines)
+    assert may_run("engine and not (compose or matrix or multinode or ucx)", engines)
