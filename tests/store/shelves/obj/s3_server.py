@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from pdconn.store.shelf.obj.bucket import BucketPlace
 
+EXCLUSIVE_MOTO = "tests.store.shelves.obj.exclusive_moto"
+ROOT = Path(__file__).parents[4]
 PATIENCE_S = 60.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key-of-tests", "AWS_SECRET_ACCESS_KEY": "secret-of-tests"}
 _buckets = itertools.count(1)
@@ -64,8 +67,10 @@ def s3_server() -> Iterator[S3Server]:
     from botocore.config import Config
 
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", EXCLUSIVE_MOTO, "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+    )
     try:
         until = time.monotonic() + PATIENCE_S
         while True:
