@@ -13,27 +13,37 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FIRST_USES = """
-import enum, msgspec, sys, threading
-sys.setswitchinterval(1e-6)
-for number in range(200):
-    class Kind(enum.StrEnum):
-        FA = "fa"
-        WA = "wa"
-    class Meta(msgspec.Struct, frozen=True):
-        index: int
-        kind: Kind
-    data = msgspec.msgpack.encode(Meta(1, Kind.FA))
-    decoder = msgspec.msgpack.Decoder(Meta) if sys.argv[1] == "made before" else None
-    go = threading.Barrier(3)
-    def decode():
-        go.wait()
-        decoder.decode(data) if decoder else msgspec.msgpack.decode(data, type=Meta)
-    threads = [threading.Thread(target=decode) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    go.wait()
-    for thread in threads:
-        thread.join()
+import contextlib, enum, msgspec, sys, threading
+both_look = threading.Barrier(2)
+
+class Meeting(enum.EnumType):
+    # msgspec asks an enumeration for what it has found out about it, and this has both threads find
+    # nothing.
+    def __getattr__(cls, name):
+        if name == "__msgspec_cache__" and sys.argv[1] != "made before":
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_look.wait(20)
+        raise AttributeError(name)
+
+class Kind(enum.StrEnum, metaclass=Meeting):
+    FA = "fa"
+    WA = "wa"
+
+class Meta(msgspec.Struct, frozen=True):
+    index: int
+    kind: Kind
+
+data = msgspec.msgpack.encode(Meta(1, Kind.FA))
+decoder = msgspec.msgpack.Decoder(Meta) if sys.argv[1] == "made before" else None
+
+def decode():
+    decoder.decode(data) if decoder else msgspec.msgpack.decode(data, type=Meta)
+
+threads = [threading.Thread(target=decode) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
 """
 
 
@@ -47,8 +57,8 @@ def test_two_threads_may_decode_a_type_whose_decoder_was_made_before() -> None:
 
 
 def test_two_threads_that_decode_a_type_for_the_first_time_crash() -> None:
-    """Negative control: each of 12 runs did on two cores, 9 of 12 on one."""
-    assert any(crashes("at the first use") for _ in range(20))
+    """Negative control."""
+    assert crashes("at the first use")
 
 
 ELSEWHERE = {"router", "tools"}
