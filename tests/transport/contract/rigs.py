@@ -61,14 +61,10 @@ def memory_rig(
 
 
 class Lender:
-    """The other process of a NIXL rig; it can be stopped, continued and killed.
-
-    A spare process imports nixl meanwhile, which takes longer than most tests.
-    """
+    """The other process of a NIXL rig; it can be stopped, continued and killed."""
 
     def __init__(self) -> None:
         self._process = self._start()
-        self._spare = self._start()
         self._wait_for_answer()
 
     def open(self, name: str, boot: str | None, options: dict[str, Any]) -> tuple[bytes, Memory]:
@@ -97,15 +93,13 @@ class Lender:
         self._hang_up()
 
     def end(self) -> None:
-        """End both processes, whatever state they are in."""
-        self.kill()
-        self._process = self._spare
+        """End the process, whatever state it is in."""
         self.kill()
 
     def _ask(self, **command: Any) -> dict[str, Any]:
-        """Send a command to the process; to the spare one if it was killed."""
+        """Send a command to the process; to a new one if it was killed."""
         if self._process.poll() is not None:
-            self._process, self._spare = self._spare, self._start()
+            self._process = self._start()
             self._wait_for_answer()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
