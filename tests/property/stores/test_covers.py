@@ -32,7 +32,7 @@ def test_the_covers_are_not_all_alike() -> None:
     seen: Counter[str] = Counter()
 
     @settings(
-        max_examples=400, database=None, derandomize=True, phases=(Phase.generate,),
+        max_examples=200, database=None, derandomize=True, phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(covers())

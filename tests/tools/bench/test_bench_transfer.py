@@ -264,7 +264,9 @@ def test_without_a_lender_the_command_ends_with_1(capsys: pytest.CaptureFixture[
     assert "refused" in capsys.readouterr().err
 
 
-def test_a_lender_that_listens_serves_one_reader_after_the_other(tmp_path: Path) -> None:
+def test_a_lender_that_listens_serves_one_reader_after_the_other(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     [port] = free_ports(1)
     address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "pdconn.tools.cli.main", "bench", "transfer"]
@@ -276,9 +278,7 @@ def test_a_lender_that_listens_serves_one_reader_after_the_other(tmp_path: Path)
             assert f"listening on {address}" in served.stdout.readline()
             for _ in range(2):
                 options = [*SMALL, "--path", "auto", "--json", "-", "--remote", address]
-                done = subprocess.run(
-                    [*command, *options], capture_output=True, text=True, timeout=120, check=True
-                )
-                assert json.loads(done.stdout)["cases"][0]["path"] == "auto"
+                assert main(["bench", "transfer", *options]) == 0
+                assert json.loads(capfd.readouterr().out)["cases"][0]["path"] == "auto"
         finally:
             served.terminate()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pdconn.tools.lab.compare_answers import compare
-from pdconn.tools.lab.engine import Engine
+from pdconn.tools.lab.engine import Engine, running
 from pdconn.tools.lab.lab_client import Client, prefill_then_decode
-from tests.forked.engines import running
+from tests.forked.engines import PRELOADED, ForkedProcess
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.store.stores import (
     NUM_TOKENS,
@@ -30,13 +30,22 @@ from tests.vllm.identity.hub_server import REPO, Hub, hub
 pytestmark = pytest.mark.matrix
 
 
+class ForkedWithHub(ForkedProcess):
+    """Forked from a process that has imported vLLM with the hub's variables: they are read then."""
+
+    preloaded = (*PRELOADED, "huggingface_hub")
+
+
 @contextmanager
 def started(name: str, role: str, served: Hub, model: Path, work: Path) -> Iterator[Engine]:
     """An engine of the branch as it is now, with the one store, and vLLM's default policy."""
     spec = store_engine(name, model, work / "store", role=role)
     env = {"HF_ENDPOINT": served.url, "HF_HUB_CACHE": str(work / "hub"), "HF_HUB_DISABLE_XET": "1"}
     spec = replace(spec, model=REPO, env={**spec.env, **env})
-    with running([spec], work / name, cache=cache_beside(model)) as (engine,):
+    start = ForkedWithHub
+    with running([spec], work / name, cache=cache_beside(model), start=start) as (engine,):
+        assert isinstance(engine._process, ForkedProcess)
+        assert engine._process.forked
         yield engine
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
+import select
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 from pdconn.router.openai.passed import PASSED
 from pdconn.router.openai.requests import Route
+from tests.forked.engines import ForkedProcess
 from tests.router.openai.test_passed import ADMIN
-
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 OWN = {"GET /v1/models", "GET /health"}
 """The router's own."""
@@ -28,11 +25,24 @@ def known(line: str) -> str:
     return re.sub(r"\{id:.*?\}", "{response_id}", line)
 
 
-def test_every_route_of_vllm_is_in_one_list_and_no_other() -> None:
+class RoutesProcess(ForkedProcess):
+    """Prints the routes, forked from what engines are forked from: it has imported vLLM."""
+
+    module = "tests.vllm.engines.vllm_routes"
+
+
+def test_every_route_of_vllm_is_in_one_list_and_no_other(tmp_path: Path) -> None:
     """A route that a new vLLM adds is in none: decide where it belongs."""
-    script = Path(__file__).with_name("vllm_routes.py")
-    printed = subprocess.run([sys.executable, script], capture_output=True, check=True, text=True)
-    [line] = re.findall(r"^ROUTES (.*)$", printed.stdout, re.MULTILINE)
+    log = tmp_path / "routes.log"
+    command = [sys.executable, "-m", RoutesProcess.module]
+    with RoutesProcess("routes", command, log, env=os.environ) as printing:
+        end = os.pidfd_open(printing.pid)
+        assert select.select([end], [], [], 120.0)[0], "it has not ended"
+        os.close(end)
+    printed = log.read_text(encoding="utf-8")
+    found_lines = re.findall(r"^ROUTES (.*)$", printed, re.MULTILINE)
+    assert found_lines, printed[-2000:]
+    [line] = found_lines
     found = {re.sub(r"\{adapter_name\}", "a", route) for route in json.loads(line)}
     assert len(found) > 60
     served = {f"POST {route.path}" for route in Route}
