@@ -82,10 +82,9 @@ def secrets_of(made: FakeEngine) -> dict[str, list[bytes]]:
     label = hashlib.sha256(b"pdconn store: tenant\0" + SALT.encode()).digest()
     kv = []
     for group in range(len(made.groups)):
-        for position in range(192, 250, 7):
-            for layer in range(2):
-                line = made._label(TOKENS, position, group, layer, 0)
-                kv += [bytes(head) for head in line]
+        for layer in range(2):
+            lines = made._labels(TOKENS, range(192, 250, 7), group, layer, 0)
+            kv += [bytes(head) for line in lines for head in line]
     return {
         "row keys": [*plain.keys, *unsalted.keys],
         "tokens": [np.array(TOKENS[at : at + 6], "<u4").tobytes() for at in (0, 77)],

@@ -6,6 +6,7 @@ another prompt, head, layer or position are noticed.
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -191,8 +192,7 @@ class FakeEngine:
         found = self._ask(name, len(tokens), num_local, on_step)
         ids = self._allocate(len(tokens))
         blocks = tuple(BlockList(0, tuple(group)) for group in ids)
-        for position in range(num_local):
-            self._write(tokens, position, ids)
+        self._write(tokens, range(num_local), ids)
         wrong = 0
         took = self.store.update_state_after_alloc(name, blocks, found)
         assert took == bool(found)
@@ -238,8 +238,7 @@ class FakeEngine:
         self._until(is_offered, on_step)
         before_join()
         ids = self._allocate(len(tokens))
-        for position in range(num_local):
-            self._write(tokens, position, ids)
+        self._write(tokens, range(num_local), ids)
         need = Need.for_range(num_local, until, tuple(BlockList(0, tuple(g)) for g in ids))
         part = self.store.join_pull(name, need, pull)
         assert not self.store.update_state_after_alloc(name, need.blocks, 0)
@@ -252,8 +251,7 @@ class FakeEngine:
             for rank, filled in ended.items():
                 loaded[rank] = max([num_local, *(t.stop for t in filled.tokens)])
         for rank in range(self.shape.tp):
-            for position in range(num_local, until):
-                self._write(tokens, position, ids, [rank], is_full=position >= loaded[rank])
+            self._write(tokens, range(num_local, until), ids, [rank], full_from=loaded[rank])
         wrong = self._wrong(tokens, until, ids)
         self.store.request_finished(name)
         for group, held in enumerate(ids):
@@ -331,8 +329,7 @@ class FakeEngine:
                 for group, held in enumerate(saved.blocks):
                     for block in held.ids:
                         self.refs[group, block] += bool(block)
-            for position in range(before, after):
-                self._write(tokens, position, ids)
+            self._write(tokens, range(before, after), ids)
             self.step(passed=True)
             before = after
 
@@ -364,36 +361,48 @@ class FakeEngine:
     def _write(
         self,
         tokens: Sequence[int],
-        position: int,
+        positions: range,
         ids: list[list[int]],
         ranks: Sequence[int] | None = None,
         *,
-        is_full: bool = True,
+        full_from: int = 0,
     ) -> None:
-        """Write a token's KV, on all ranks for None; ``is_full``: of full attention, too."""
-        block, at = divmod(position, self.shape.block_tokens)
+        """Write the KV of tokens at ``positions``, on all ranks for None.
+
+        ``full_from``: the first position of which full attention is written, too.
+        """
         for group, reference in enumerate(self.groups):
-            if not ids[group][block] or not (is_full or reference.window):
+            first = positions.start if reference.window else max(positions.start, full_from)
+            held = range(first, positions.stop)
+            written = [at for at in held if ids[group][at // self.shape.block_tokens]]
+            if not written:
                 continue
+            blocks, within = self._places(group, written, ids)
             for rank in range(self.shape.tp) if ranks is None else ranks:
                 for layer, view in enumerate(self.kv(group, rank)):
-                    view[ids[group][block], :, at] = self._label(
-                        tokens, position, group, layer, rank
-                    )
+                    view[blocks, :, within] = self._labels(tokens, written, group, layer, rank)
 
-    def _label(
-        self, tokens: Sequence[int], position: int, group: int, layer: int, rank: int
+    def _places(
+        self, group: int, positions: Sequence[int], ids: list[list[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The block of each token, and its place there."""
+        index, within = np.divmod(np.asarray(positions), self.shape.block_tokens)
+        return np.asarray(ids[group])[index], within
+
+    def _labels(
+        self, tokens: Sequence[int], positions: Sequence[int], group: int, layer: int, rank: int
     ) -> np.ndarray:
-        prefix = zlib.crc32(np.asarray(tokens[: position + 1], dtype="<u4").tobytes())
+        """What stands for each token's KV, of shape (tokens, heads, bytes): of its whole prefix."""
         ref = self.ranks[rank].groups[group].data[layer]
         heads = np.arange(ref.first_head, ref.first_head + ref.num_heads)[:, None]
         content = np.arange(self.model.token_nbytes)[None, :]
-        mixed = prefix + 7919 * heads + 104729 * content + zlib.crc32(ref.layer.encode())
-        found = (mixed * 2654435761 >> 13).astype(np.uint8)
+        of_layer = 7919 * heads + 104729 * content + zlib.crc32(ref.layer.encode())
+        prefixes = _prefixes(tuple(tokens))[list(positions), None, None]
+        found = ((prefixes + of_layer) * 2654435761 >> 13).astype(np.uint8)
         for head in {*range(ref.first_head, ref.first_head + ref.num_heads)}.intersection(
             self.model.like_bfloat16
         ):
-            numbers = found[head - ref.first_head].view(np.uint16)
+            numbers = found[:, head - ref.first_head].view(np.uint16)
             numbers &= 0x87FF
             numbers |= 0x3800
         return found
@@ -402,13 +411,25 @@ class FakeEngine:
         """Bytes that a later token will read and that are not the prompt's."""
         wrong = 0
         for number, group in enumerate(self.groups):
-            for position in range(_first_read(group, until), until):
-                block, at = divmod(position, self.shape.block_tokens)
-                for rank in range(self.shape.tp):
-                    for layer, view in enumerate(self.kv(number, rank)):
-                        label = self._label(tokens, position, number, layer, rank)
-                        wrong += int((view[ids[number][block], :, at] != label).sum())
+            positions = range(_first_read(group, until), until)
+            if not positions:
+                continue
+            blocks, within = self._places(number, positions, ids)
+            for rank in range(self.shape.tp):
+                for layer, view in enumerate(self.kv(number, rank)):
+                    labels = self._labels(tokens, positions, number, layer, rank)
+                    wrong += int((view[blocks, :, within] != labels).sum())
         return wrong
+
+
+@functools.lru_cache(64)
+def _prefixes(tokens: tuple[int, ...]) -> np.ndarray:
+    """A checksum of all tokens up to each."""
+    found, before = [], 0
+    for token in np.asarray(tokens, dtype="<u4"):
+        before = zlib.crc32(token.tobytes(), before)
+        found.append(before)
+    return np.array(found)
 
 
 def _first_read(group: KVCacheGroupReference, until: int) -> int:

@@ -41,8 +41,7 @@ def generate(
     made.store.update_state_after_alloc(
         "drafted", tuple(BlockList(0, tuple(group)) for group in ids), 0
     )
-    for position in range(len(asked) - 1):
-        made._write(asked, position, ids)
+    made._write(asked, range(len(asked) - 1), ids)
     before, accepted = len(asked) - 1, 0
     while len(known) < len(whole):
         saved = made.store.save_pass(
@@ -58,8 +57,8 @@ def generate(
             before = len(known) - 1
         right = int(rng.integers(0, DRAFTS + 1))
         drafts = whole[len(known) : len(known) + right] + [WRONG_TOKEN] * (DRAFTS - right)
-        for position in range(len(known) - 1, len(known) + DRAFTS):
-            made._write(known + drafts, position, ids)
+        passed = known + drafts
+        made._write(passed, range(len(known) - 1, len(passed)), ids)
         made.step(passed=True)
         made._until(lambda: not made.pinned, lambda: None)  # read as this pass left them
         before, accepted = before + 1 + DRAFTS, right + 1

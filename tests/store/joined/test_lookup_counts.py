@@ -18,8 +18,7 @@ def pulled(made: FakeEngine, tokens: list[int]) -> None:
         "pulled", tokens, len(tokens), lambda: (), may_load=True, reads_files=False
     )
     ids = made._allocate(len(tokens))
-    for position in range(len(tokens)):
-        made._write(tokens, position, ids)
+    made._write(tokens, range(len(tokens)), ids)
     made.store.save_pass("pulled", len(tokens) - 1, len(tokens), lambda: tuple(map(list, ids)))
     made.store.request_finished("pulled")
 
