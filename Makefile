@@ -31,7 +31,7 @@ ARGS ?=
 # Files compiled once are not compiled by each of hundreds of processes, whatever a machine sets.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo fresh test test-fast test-vllm test-matrix check check-next format property chaos fuzz soak bench multinode gpu gpu-kit clean
+.PHONY: help venv demo fresh test test-fast test-vllm test-matrix check check-types check-rest check-next format property chaos fuzz soak bench multinode gpu gpu-kit clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,11 +64,17 @@ test-matrix: venv
 	$(BIN)/python -m pytest -m "matrix and not (compose or engine or multinode or ucx)" -n 2 --dist loadfile $(ARGS)
 	$(BIN)/python -m pytest -m "matrix and engine and not (compose or multinode or ucx)" $(ARGS)
 
+# Types take as long as all the rest, on one core, so they are checked beside it.
 check: venv
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-types check-rest
+
+check-types:
+	$(BIN)/mypy
+
+check-rest:
 	$(BIN)/ruff check .
 	$(BIN)/ruff check --preview --select PLW1514 .  # text is UTF-8, whatever the locale
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.project.docs.generate --check
 	$(BIN)/mkdocs build --strict

@@ -28,7 +28,7 @@ def known(line: str) -> str:
 class RoutesProcess(ForkedProcess):
     """Prints the routes, forked from what engines are forked from: it has imported vLLM."""
 
-    module = "tests.vllm.engines.vllm_routes"
+    module = "tests.vllm.engines.routing.vllm_routes"
 
 
 def test_every_route_of_vllm_is_in_one_list_and_no_other(tmp_path: Path) -> None:
