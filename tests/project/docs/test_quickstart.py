@@ -75,7 +75,8 @@ def test_every_command_is_of_a_kind_that_is_checked(command: Command) -> None:
         extra = re.fullmatch(r"\.\[(\w+)\]", ours)
         if extra is not None:
             assert extra[1] in extras
-            assert not others
+            pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+            assert set(others) <= set(pinned)  # what it is tried with
         else:
             assert ours == "."
             (name,) = others  # the version that was tested, of those that are allowed
@@ -86,6 +87,8 @@ def test_every_command_is_of_a_kind_that_is_checked(command: Command) -> None:
         if "-d" in command.words:
             body = json.loads(command.words[command.words.index("-d") + 1])
             assert {"model", "prompt"} <= body.keys()
+    elif first == "envoy":  # run by tests/examples/test_envoy.py
+        assert command.words[1:] == ["-c", "examples/envoy/envoy.yaml"]
     else:
         assert command in OURS or command in STARTED or first in SHELL
 
