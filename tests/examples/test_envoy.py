@@ -202,6 +202,39 @@ async def test_while_the_picker_is_down_decode_computes_and_operational_routes_s
         assert decode.seen[-1].params == FORGED
 
 
+@pytest.mark.parametrize(("mode", "status"), [("BUFFERED", 200), ("FULL_DUPLEX_STREAMED", 503)])
+@in_loop
+async def test_a_body_that_comes_in_pieces_is_lost_with_the_picker(
+    tmp_path: Path, mode: str, status: int
+) -> None:
+    """Whatever ``failure_mode_allow`` says; and one that is kept is not."""
+    trailers = "" if mode == "BUFFERED" else ", request_trailer_mode: SEND"
+    text = re.sub(
+        r"processing_mode:\n(.*\n){4}",
+        "processing_mode: {request_header_mode: SEND, response_header_mode: SEND, "
+        f"response_body_mode: NONE, request_body_mode: {mode}{trailers}}}\n",
+        TEXT,
+    )
+    async with behind_envoy(tmp_path, text) as behind:
+        assert (await behind.ask())[0] == 200
+        assert behind.engines.decode[0].seen[-1].params["lease"] == "lease-1"
+        await behind.picker.aclose()
+        assert (await behind.ask())[0] == status
+
+
+@pytest.mark.parametrize("takes_metadata", [True, False])
+@in_loop
+async def test_the_engine_is_the_pickers_choice(tmp_path: Path, takes_metadata: bool) -> None:
+    """Negative control: where Envoy drops the picker's metadata it chooses itself."""
+    text = TEXT.replace("on: connect-failure", "on: retriable-4xx")
+    if not takes_metadata:
+        text = text.replace("untyped: [envoy.lb]", "untyped: [another]")
+    (closed,) = free_ports(1)
+    async with behind_envoy(tmp_path, text, closed) as behind:
+        statuses = {(await behind.ask())[0] for _ in range(12 if takes_metadata else 100)}
+        assert statuses == ({200} if takes_metadata else {200, 503})
+
+
 @in_loop
 async def test_with_fail_open_off_a_request_without_a_picker_reaches_no_engine(
     tmp_path: Path,
