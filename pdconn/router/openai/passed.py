@@ -41,7 +41,9 @@ class PassedRoute:
         return self.path.replace(_ID, "{id}")
 
 
-_ID = "{id:[A-Za-z0-9_-]+}"
+RESPONSE_ID = "[A-Za-z0-9_-]+"
+"""The pattern of a response's id: nothing else becomes a part of a path."""
+_ID = f"{{id:{RESPONSE_ID}}}"
 
 PASSED = (
     PassedRoute("/tokenize"),

@@ -111,8 +111,20 @@ class Exchange:
         self.raw = b"".join(pieces)
         return self.raw
 
+    async def skip_body(self) -> None:
+        """Take a body off the call that no engine gets, and send an empty one in its place.
+
+        Raises:
+            BodyTooLarge: it exceeds ``max_nbytes``.
+            GatewayLeft: the client has left before its end.
+        """
+        await self.read_body(HeldBody())
+        self.raw = b""
+
     def watch(self) -> None:
         """Cancel the task if the gateway ends its call before the next message is read."""
+        if self._next is not None:  # two reads at once would take a message from each other
+            return
         self._next = asyncio.ensure_future(self._context.read())
 
         def came(read: asyncio.Task[Any]) -> None:

@@ -14,6 +14,7 @@ most one engine can have seen the ticket.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.passing import Passing, engines_for, may_ask_all
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.bodies import decode_body
-from pdconn.router.openai.passed import Asks
+from pdconn.router.openai.passed import RESPONSE_ID, Asks
 from pdconn.router.openai.requests import asking, text, to_rank
 from pdconn.router.router_errors import NoEngineLeft
 from pdconn.router.routing.decide import RequestRouter
@@ -150,7 +151,8 @@ class PickedDecode:
     ) -> Pick:
         """As ``decode``, of the engine that keeps the response that the request continues."""
         name = text(request.body.fields.get("previous_response_id"))
-        if name is None:
+        if name is None or re.fullmatch(RESPONSE_ID, name) is None:
+            # No engine keeps such a one, and as a part of a path it would name another page.
             return await self.decode(request, candidates)
         by_engine = {one.engine: one for one in candidates}
         ask = partial(is_kept, self.client, response=name, headers=request.headers)

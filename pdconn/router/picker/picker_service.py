@@ -50,6 +50,8 @@ from pdconn.router.router_errors import (
 
 log = logging.getLogger(__name__)
 
+#: A slash and a percent sign.
+_KEPT_ESCAPES = re.compile("%(2[fF]|25)")
 _JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
@@ -130,11 +132,22 @@ class PickerService:
             return raw
 
         client = ClientRequest(served, path, headers, names, read_body)
+
+        async def answer(client: ClientRequest) -> Answered[Pick]:
+            if route.method == "GET" and head.has_body:
+                await exchange.skip_body()
+                exchange.watch()
+            return await route.answer(client)
+
         if not head.has_body:
             exchange.watch()
         with self._api.counting(route.name, client) as counted:
-            async with self._api.answering(client, route.answer) as (answered, _):
-                counted.status, counted.end = await self._send(exchange, served, answered)
+            try:
+                async with self._api.answering(client, answer) as (answered, _):
+                    counted.status, counted.end = await self._send(exchange, served, answered)
+            except GatewayLeft:
+                counted.end = RequestEnd.CLIENT_LEFT
+                raise
         return counted.status
 
     async def _send(
@@ -228,14 +241,16 @@ class _RouteTable:
             MethodNotAllowed: the path has other methods.
         """
         path = unquote(raw_path)
-        methods = self._fixed.get(path)
+        # As aiohttp, and unlike ``unquote``: an escaped slash does not separate parts of a path.
+        parts = unquote(_KEPT_ESCAPES.sub(r"%25\1", raw_path))
+        methods = self._fixed.get(parts)
         if methods is not None and method in methods:
             return methods[method], {}
         allowed = set(methods or ())
         for pattern, route in self._patterns:
-            found = pattern.fullmatch(path)
+            found = pattern.fullmatch(parts)
             if found is not None and route.method == method:
-                return route, found.groupdict()
+                return route, {name: unquote(text) for name, text in found.groupdict().items()}
             if found is not None:
                 allowed.add(route.method)
         if allowed:

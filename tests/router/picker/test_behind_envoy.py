@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from yarl import URL
 
 from pdconn.router.picker.exchange import Exchange
 from pdconn.router.picker.ext_proc import SERVICE
@@ -381,3 +382,73 @@ async def test_its_health_is_that_of_readyz() -> None:
             for name in ("", SERVICE):
                 answer = await ask(health_pb2.HealthCheckRequest(service=name))
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("mode", MODES)
+@in_loop
+async def test_a_request_without_a_body_is_answered_and_counted(mode: str) -> None:
+    path = "/v1/responses/r1/cancel"
+    async with deployment(num_decode=2, running=behind_envoy(Filter(mode))) as d:
+        for engine in d.decode:
+            engine.other = lambda seen: web.json_response({"id": "r1"})
+        reply = await d.send(path)
+        assert (reply.status, json.loads(reply.body)) == (200, {"id": "r1"})
+        assert reply.headers["X-Pdconn-Engine"] in [engine.url for engine in d.decode]
+        route = "/v1/responses/{id}/cancel"
+        await until(lambda: d.outcome("ok", route) == 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@in_loop
+async def test_the_body_of_a_get_goes_to_no_engine(mode: str) -> None:
+    async with deployment(running=behind_envoy(Filter(mode))) as d:
+        d.decode[0].other = lambda seen: web.json_response({"id": "r1"})
+        reply = await d.send("/v1/responses/r1", b"{}", method="GET")
+        assert (reply.status, json.loads(reply.body)) == (200, {"id": "r1"})
+        assert [seen.raw for seen in d.decode[0].others if seen.path == "/v1/responses/r1"] == [
+            b"",
+            b"",
+        ]
+        await until(lambda: d.outcome("ok", "/v1/responses/{id}") == 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@in_loop
+async def test_a_client_that_leaves_in_its_body_is_counted_as_such(mode: str) -> None:
+    async with deployment(running=behind_envoy(Filter(mode))) as d:
+        port = int(d.proxy.url.rpartition(":")[2])
+        for number in range(1, 6):  # the gateway ends its call in one of two ways
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
+            )
+            await until(lambda: d.metric("inflight_requests") == 1)
+            await leave(writer)
+            await until(lambda: d.metric("inflight_requests") == 0)
+            assert d.outcome("client_left") == number
+
+
+@pytest.mark.parametrize("path", ["/v1%2Fresponses/abc", "/v1/responses/a%2fb", "/v1%2fmodels/m"])
+@in_loop
+async def test_an_escaped_slash_separates_no_parts_of_a_path(path: str) -> None:
+    async with (
+        deployment() as by_proxy,
+        deployment(running=behind_envoy(Filter())) as by_picker,
+    ):
+        for d in (by_proxy, by_picker):
+            async with d.client.get(URL(d.url(path), encoded=True)) as response:
+                assert response.status == 404
+                assert (await response.json())["error"]["param"] == "path"
+            name = URL(d.url("/v1/models/a%2Fb%25"), encoded=True)
+            async with d.client.get(name) as response:
+                assert "'a/b%'" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["../../metrics", "a?stream=true", "a#b", "a/../../sleep"])
+@in_loop
+async def test_a_response_whose_id_would_name_another_page_is_looked_up_nowhere(name: str) -> None:
+    async with deployment(num_decode=2, running=behind_envoy(Filter())) as d:
+        assert (await d.complete("/v1/responses", previous_response_id=name)).status == 200
+        assert not [seen.path for engine in d.decode for seen in engine.others]
+        await d.complete("/v1/responses", previous_response_id="resp_a-1")
+        assert d.decode[0].others  # the control
