@@ -32,6 +32,7 @@ from statistics import median
 
 from pdconn.tools.output.table import table
 from tests.router.picker.gateway import BUFFERED
+from tests.throughput.proxy_cpu.knee import knee_shown, measure_knee
 from tests.throughput.proxy_cpu.pair import measure_pairs, pairs_shown
 from tests.throughput.proxy_cpu.raw_client import ask_all, request
 from tests.throughput.proxy_cpu.raw_engines import CHUNKS
@@ -184,10 +185,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="runs of each way (%(default)s)")
     parser.add_argument("--writes", type=int, default=1, help="chunks a write (%(default)s)")
     parser.add_argument("--pair", action="store_true", help="only two proxies, two ways")
+    parser.add_argument("--knee", action="store_true", help="only requests a second of a router")
     parser.add_argument("--beside", type=Path, help="another source tree of pdconn")
     parser.add_argument("--only", nargs="*", help="such as 'round-robin 1000' and 'rival 1000'")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     args = parser.parse_args(argv)
+    if args.knee:
+        with tempfile.TemporaryDirectory() as directory:
+            print(knee_shown(measure_knee(args.rounds, Path(directory))))
+        return 0
     if args.pair:
         with tempfile.TemporaryDirectory() as directory:
             print(pairs_shown(measure_pairs(args.rounds, Path(directory))))

@@ -28,7 +28,7 @@ def request(prompt_tokens: int, *, streams: bool, rng: random.Random) -> bytes:
     return head.encode() + body
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """Sends one request after another, and checks each answer."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ async def ask_all(
     left = iter(range(number))
 
     async def run(port: int) -> None:
-        _, connection = await loop.create_connection(_Connection, "127.0.0.1", port)
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
         for one in left:
             answer = await connection.ask(messages[one % len(messages)])
             tokens = answer.count(b'" token"')
