@@ -109,6 +109,10 @@ class EngineAnswer:
         """Whether there is an answer: its head has come."""
         return True
 
+    def when_begun(self, act: Callable[[], object]) -> None:
+        """Call ``act`` once there is an answer: at once."""
+        act()
+
     @property
     def first_chunk(self) -> bytes:
         """The beginning of the body that ``await_first`` has received."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from pdconn.router.background import Background
@@ -60,6 +60,9 @@ class LegResult(Protocol):
 
     async def wait_begun(self) -> bool:
         """Wait until the answer has begun; False if it will not."""
+
+    def when_begun(self, act: Callable[[], object]) -> None:
+        """Call ``act`` once the answer has begun, or it is known that it will not."""
 
 
 class AbandonedRequests:

@@ -121,7 +121,7 @@ class EarlyLeg(Generic[A]):
         self._waits_at: str | None = None
         self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._decode = asyncio.create_task(self._run(ask))
-        self._decode.add_done_callback(self._stop_waiting)
+        self._decode.add_done_callback(self._decode_ended)
 
     async def serve(self, get_ticket: GetTicket) -> EngineAnswer | A | None:
         """Prefill's refusal, or decode's answer; None if decode is to be asked by the caller.
@@ -266,8 +266,14 @@ class EarlyLeg(Generic[A]):
         if self._state is _LegState.WAITS:
             self._turn.set_result(None)
 
-    def _stop_waiting(self, task: object = None) -> None:
-        del task
+    def _decode_ended(self, decode: asyncio.Task[A]) -> None:
+        if decode.cancelled() or decode.exception() is not None:
+            self._stop_waiting()
+        else:
+            # A gateway may have been told where to ask, and nothing has answered yet.
+            decode.result().when_begun(self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
         engine, self._waits_at = self._waits_at, None
         if engine is not None:
             self._legs.stop_waiting(engine)

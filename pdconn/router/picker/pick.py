@@ -98,6 +98,10 @@ class Pick:
         """Wait until the answer has begun; False if it will not."""
         return await asyncio.shield(self._begun)
 
+    def when_begun(self, act: Callable[[], object]) -> None:
+        """Call ``act`` once the answer has begun, or it is known that it will not."""
+        self._begun.add_done_callback(lambda begun: act())
+
     def close(self) -> None:
         """The request has ended at the gateway.  Idempotent."""
         closed, self._closed = self._closed, None

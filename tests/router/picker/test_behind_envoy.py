@@ -452,3 +452,24 @@ async def test_a_response_whose_id_would_name_another_page_is_looked_up_nowhere(
         assert not [seen.path for engine in d.decode for seen in engine.others]
         await d.complete("/v1/responses", previous_response_id="resp_a-1")
         assert d.decode[0].others  # the control
+
+
+@in_loop
+async def test_no_more_requests_than_allowed_wait_at_decode_with_early_tickets() -> None:
+    async with deployment(running=behind_envoy(Filter()), streams="on", max_streams=2) as d:
+        await d.complete()  # where prefill lends is learned
+        d.prefill[0].computes.clear()
+        asked = [asyncio.create_task(d.complete(prompt=f"{number}")) for number in range(5)]
+        await until(lambda: len(d.prefill[0].seen) == 6)
+        await until(lambda: len(d.decode[0].seen) >= 3)
+        d.prefill[0].computes.set()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        assert sum(seen.stream is not None for seen in d.decode[0].seen) == 2
+        # None waits any more.
+        before = len(d.decode[0].seen)
+        d.prefill[0].computes.clear()
+        again = asyncio.create_task(d.complete(prompt="again"))
+        await until(lambda: len(d.decode[0].seen) > before)
+        assert d.decode[0].seen[-1].stream is not None
+        d.prefill[0].computes.set()
+        await again
