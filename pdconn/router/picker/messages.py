@@ -65,7 +65,8 @@ def head_of(message: Any) -> Head:
     for one in message.headers.headers:
         value = one.raw_value.decode(errors="surrogateescape") if one.raw_value else one.value
         if one.key.startswith(":"):
-            pseudo[one.key[1:]] = value
+            # They are named in answers and in logs, which have to be UTF-8.
+            pseudo[one.key[1:]] = value.encode(errors="surrogateescape").decode(errors="replace")
         else:
             headers.add(one.key, value)
     return Head(pseudo, headers, not message.end_of_stream)

@@ -31,6 +31,9 @@ from pdconn.router.router_server import EngineReady, Running, Services, client_a
 from pdconn.router.routing.policy import Policy
 
 HEALTH_EVERY_S = 1.0
+KEEPALIVE_S = 20.0
+"""A connection that is silent for this long is probed, and closed after as long again: else the
+requests of a gateway whose host has vanished would keep their places."""
 #: Beside the body, a message has a head.
 _HEAD_NBYTES = 1 << 20
 
@@ -93,6 +96,10 @@ def _server(service: PickerService, health: Any, config: ProxyConfig) -> grpc.ai
             ("grpc.max_receive_message_length", config.admission.max_body_nbytes + _HEAD_NBYTES),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
+            ("grpc.keepalive_timeout_ms", round(KEEPALIVE_S * 1000)),
+            ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_S * 1000)),
+            ("grpc.http2.max_pings_without_data", 0),
         ]
     )
     handler = grpc.stream_stream_rpc_method_handler(
