@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
 
 from pdconn.router.access.access_log import PROBES, Served, log_end
 from pdconn.router.access.api_keys import authorization_of
@@ -41,6 +41,7 @@ from pdconn.router.picker.exchange import Exchange, GatewayLeft
 from pdconn.router.picker.messages import Head, head_of, upstream_of
 from pdconn.router.picker.pick import AnswerHead, Pick
 from pdconn.router.router_errors import (
+    BadHead,
     MethodNotAllowed,
     NoEngineLeft,
     Refusal,
@@ -50,6 +51,8 @@ from pdconn.router.router_errors import (
 
 log = logging.getLogger(__name__)
 
+#: Headers by which clients that Envoy trusts have it send a request again, or to two at once.
+_TRIES = ("X-Envoy-Retry-On", "X-Envoy-Retry-Grpc-On", "X-Envoy-Hedge-On-Per-Try-Timeout")
 #: A slash and a percent sign.
 _KEPT_ESCAPES = re.compile("%(2[fF]|25)")
 _JSON: Mapping[str, str] = {"Content-Type": "application/json"}
@@ -117,6 +120,7 @@ class PickerService:
         head, keys = exchange.head, self._api.keys
         headers = CIMultiDictProxy(head.headers)
         check_repeats(headers)
+        _check_tries(headers)
         if served.path in PROBES and served.method == "GET":
             name_engines = self._api.config.listen.show_engines
             page = await self._probes.page(served.path, name_engines=name_engines)
@@ -266,6 +270,19 @@ def _pattern(path: str) -> re.Pattern[str]:
         kind = index % 3
         text += re.escape(part) if kind == 0 else f"(?P<{part}>" if kind == 1 else f"{part})"
     return re.compile(text)
+
+
+def _check_tries(headers: MultiMapping[str]) -> None:
+    """Refuse a request that the gateway would send to several engines: a ticket is for one.
+
+    A gateway removes these headers from requests of clients that it does not trust.
+
+    Raises:
+        BadHead: a header of ``_TRIES`` is there.
+    """
+    for name in _TRIES:
+        if name in headers:
+            raise BadHead(name, "no such header (a ticket is for one engine)", headers[name][:80])
 
 
 def _client_of(head: Head) -> str | None:

@@ -32,12 +32,13 @@ class Filter:
     """The external processor of a gateway.
 
     ``echoes``: the picker gets each piece of the answer, too; ``fails_open``: without a picker
-    requests go to any engine.
+    requests go to any engine; ``trusts_clients``: their headers ``x-envoy-*`` count.
     """
 
     mode: str = BUFFERED
     echoes: bool = False
     fails_open: bool = False
+    trusts_clients: bool = False
     buffer_nbytes: int = 96 * _MIB
 
 
@@ -83,6 +84,12 @@ def envoy_config(
             },
         ],
     }
+    if shape.trusts_clients:
+        local = {"address_prefix": "127.0.0.0", "prefix_len": 8}
+        manager |= {
+            "use_remote_address": True,
+            "internal_address_config": {"cidr_ranges": [local]},
+        }
     key = "x-gateway-destination-endpoint"
     policies = "load_balancing_policies"
     picked = {

@@ -473,3 +473,29 @@ async def test_no_more_requests_than_allowed_wait_at_decode_with_early_tickets()
         assert d.decode[0].seen[-1].stream is not None
         d.prefill[0].computes.set()
         await again
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@in_loop
+async def test_a_trusted_client_cannot_have_its_ticket_sent_to_two_engines(
+    monkeypatch: pytest.MonkeyPatch, is_checked: bool
+) -> None:
+    """The control: Envoy heeds the client where the picker does not refuse it."""
+
+    async def fail(engine: FakeEngine, seen: Any, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"code": 500}}, status=500)
+
+    if not is_checked:
+        monkeypatch.setattr(
+            "pdconn.router.picker.picker_service._check_tries", lambda headers: None
+        )
+    running = behind_envoy(Filter(trusts_clients=True))
+    async with deployment(num_decode=2, running=running) as d:
+        for engine in d.decode:
+            engine.script = fail
+        body = {"model": MODEL, "prompt": "hi"}
+        headers = {"X-Envoy-Retry-On": "5xx", "X-Envoy-Max-Retries": "3"}
+        async with d.client.post(d.url(PATH), json=body, headers=headers) as response:
+            assert response.status == (400 if is_checked else 500)
+        seen = [one for engine in d.decode for one in engine.seen if one.body["model"] == MODEL]
+        assert (len(seen) > 1) is not is_checked
