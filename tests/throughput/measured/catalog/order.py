@@ -35,6 +35,7 @@ _LIST = (
     handovers.SERVE,
     handovers.SERVE_STREAMS,
     router.ROUTING,
+    router.INDEX,
     router.PROXY_COST,
     router.PROXY_CPU,
     router.TRACE,

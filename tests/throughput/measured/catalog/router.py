@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from tests.multinode.namespaces import why_not
+from tests.throughput.index.__main__ import RIVAL_VARIABLE as DYNAMO_VARIABLE
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Need, Table
 from tests.throughput.measured.catalog.shared import ENGINE, ENGINES, NIXL
 from tests.throughput.mooncake.__main__ import TRACE_VARIABLE
@@ -29,6 +30,38 @@ ROUTING = Benchmark(
             {"": "{what:s}", "router": "{ours:3} {unit:s}", "list scan": "{scan:3} {unit:s}"},
             {"us": "µs"},
         ),
+    ),
+)  # fmt: skip
+
+INDEX = Benchmark(
+    "index",
+    "How many blocks does the index store and remove in a second, and how long does a look-up "
+    "take, beside Dynamo's?",
+    "The first 2000 requests of Mooncake's trace of conversations over 16 simulated caches of "
+    "20 000 blocks of 16 tokens, with a window group of 1024 tokens: vLLM's batches for ours, "
+    "JSON of the same blocks of full attention for Dynamo's RadixTree (ai-dynamo-runtime 1.6.1, "
+    "by its Python bindings), whose evictions in a row are one event. One core each, in turns, "
+    "medians of 3 processes; processor time with all threads, from the bytes of a batch until a "
+    "look-up sees it. Look-ups are of hashes, and are between the batches. "
+    "The variable `PDCONN_DYNAMO_PYTHON` names the Python that has Dynamo's package, "
+    "`PDCONN_MOONCAKE_TRACE` the trace (`conversation_trace.jsonl` of Mooncake's repository).",
+    (Command("index", "python -m tests.throughput.index"),),
+    4,
+    (
+        Table(
+            ("index",),
+            "index",
+            {"": "{name:s}", "blocks stored or removed": "{ops}",
+             "1000 of them a second": "{kops_s:.0f}", "look-up p50, µs": "{p50_us:.0f}",
+             "p99, µs": "{p99_us:.0f}", "by the clock p50, p99":
+             "{wall_p50_us:.0f}, {wall_p99_us:.0f}", "bytes a held block": "{block_nbytes:.0f}",
+             "wrong": "{wrong} of {look_ups}", "best match cut by a window": "{shorter}"},
+        ),
+    ),
+    packages=("numpy", "msgspec"),
+    needs=tuple(
+        Need(name, lambda name=name: name in os.environ)  # type: ignore[misc]
+        for name in (DYNAMO_VARIABLE, TRACE_VARIABLE)
     ),
 )  # fmt: skip
 

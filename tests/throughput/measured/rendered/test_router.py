@@ -85,6 +85,15 @@ def test_routing() -> None:
     )
 
 
+def test_index() -> None:
+    row = {"name": "Dynamo, RadixTree", "ops": 1_234_567, "kops_s": 5436.2, "p50_us": 26.4,
+           "p99_us": 137.0, "wall_p50_us": 27.0, "wall_p99_us": 164.2, "block_nbytes": 111.8,
+           "wrong": 0, "look_ups": 2000, "shorter": 0}  # fmt: skip
+    assert made("index", index={"index": [row]})[2:] == [
+        "| Dynamo, RadixTree | 1 234 567 | 5436 | 26 | 137 | 27, 164 | 112 | 0 of 2 000 | 0 |"
+    ]
+
+
 def test_proxy_cost() -> None:
     way = {"ratio": 1.0, "added_ms": 0.0, "spread_ms": [0.0, 0.0]}
     routed = {"ratio": 0.9994, "added_ms": 2.07, "spread_ms": [1.96, 2.5], "decided_ms": 0.4}

@@ -1,0 +1,1 @@
+"""Our index beside Dynamo's: the same events and look-ups, one core each."""
