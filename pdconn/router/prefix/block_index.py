@@ -28,10 +28,12 @@ counting removed blocks as held would attract prompts to an engine that has to c
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import repeat, takewhile
+from operator import truth
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +48,8 @@ Plane = tuple[int | None, str]
 POD_BITS = 64
 """Pods that share a machine word."""
 _FIRST_SLOTS = 1024
+_TOGETHER = 16
+"""Blocks of an event from which on they are processed by numpy."""
 MAX_PLANES = 256
 """Maximum pairs of group and medium, over all pods."""
 GPU = "gpu"
@@ -107,7 +111,7 @@ class Index:
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._hashes: list[int | None] = [None]
-        self._holders: list[int] = [0]
+        self._holders = array("I", [0])
         self._planes: dict[Plane, list[Words]] = {}
         self._in_plane: Counter[Plane] = Counter()
         self._capacity = _FIRST_SLOTS
@@ -199,6 +203,9 @@ class Index:
         if words is None:
             pod.refused += sum(1 for _ in hashes)
             return
+        together = isinstance(hashes, list) and len(hashes) >= _TOGETHER
+        if together and self._store_together(pod, plane, hashes):  # type: ignore[arg-type]
+            return
         word = words[pod.place // POD_BITS].data
         bit = 1 << pod.place % POD_BITS
         slots, holders = self._slots, self._holders
@@ -226,9 +233,7 @@ class Index:
                 word[slot] = held | bit
                 holders[slot] += 1
                 stored += 1
-        pod.num_blocks += stored
-        pod.num_stored += stored if medium in OUTSIDE else 0
-        self._count(plane, stored)
+        self._count_in_pod(pod, plane, stored)
 
     def remove_blocks(
         self, name: str, group: int | None, medium: str, hashes: Iterable[int]
@@ -239,6 +244,9 @@ class Index:
         words = self._planes.get(plane)
         if words is None:
             pod.unknown_removals += sum(1 for _ in hashes)
+            return
+        together = isinstance(hashes, list) and len(hashes) >= _TOGETHER and not pod.copies
+        if together and self._remove_together(pod, plane, hashes):  # type: ignore[arg-type]
             return
         word = words[pod.place // POD_BITS].data
         bit = 1 << pod.place % POD_BITS
@@ -275,12 +283,55 @@ class Index:
         pod.num_blocks = pod.num_stored = 0
         pod.copies.clear()
 
+    # Many blocks at once: the same as one by one, in a third of the time.  Both do nothing and
+    # return False where blocks are listed twice, or would be counted as copies or as unknown.
+
+    def _store_together(self, pod: Pod, plane: Plane, hashes: list[int]) -> bool:
+        number = len(hashes)
+        if number > self._max_blocks - pod.num_blocks or len(set(hashes)) < number:
+            return False
+        word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
+        slots = self.slots_of(hashes)
+        if (self._planes[plane][word][slots] & bit).any():
+            return False
+        new = np.flatnonzero(slots == NO_SLOT)
+        if len(new):
+            slots[new] = self._take_slots([hashes[row] for row in new.tolist()])
+        self._planes[plane][word][slots] |= bit
+        np.frombuffer(self._holders, np.uintc)[slots] += 1
+        self._count_in_pod(pod, plane, number)
+        return True
+
+    def _remove_together(self, pod: Pod, plane: Plane, hashes: list[int]) -> bool:
+        word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
+        slots = self.slots_of(hashes)
+        held = self._planes[plane][word]
+        if not (held[slots] & bit).all() or len(set(hashes)) < len(hashes):
+            return False
+        held[slots] ^= bit
+        holders = np.frombuffer(self._holders, np.uintc)
+        holders[slots] -= 1
+        gone = np.flatnonzero(holders[slots] == 0)
+        for row in gone.tolist():
+            del self._slots[hashes[row]]
+        free = slots[gone].tolist()
+        for slot in free:
+            self._hashes[slot] = None
+        self._free += free
+        self._count_in_pod(pod, plane, -len(hashes))
+        return True
+
     # Look-ups
 
     def slots_of(self, hashes: Sequence[int]) -> NDArray[np.intp]:
         """The slot of each hash, ``NO_SLOT`` for hashes that no pod holds."""
         found = map(self._slots.get, hashes, repeat(NO_SLOT))
         return np.fromiter(found, np.intp, len(hashes))
+
+    def leading_slots_of(self, hashes: Sequence[int]) -> NDArray[np.intp]:
+        """The slots of the hashes before the first one that no pod holds."""
+        found = takewhile(truth, map(self._slots.get, hashes))  # a slot of a hash is never 0
+        return np.array(list(found), np.intp)
 
     def planes(self) -> Iterator[Plane]:
         """Every pair of group and medium in which a pod holds blocks."""
@@ -328,6 +379,12 @@ class Index:
             self._planes[plane] = words
         return words
 
+    def _count_in_pod(self, pod: Pod, plane: Plane, more: int) -> None:
+        """Count ``more`` blocks of a pod in a plane."""
+        pod.num_blocks += more
+        pod.num_stored += more if plane[1] in OUTSIDE else 0
+        self._count(plane, more)
+
     def _count(self, plane: Plane, more: int) -> None:
         """Count ``more`` blocks in a plane; an empty plane is dropped."""
         self._in_plane[plane] += more
@@ -344,6 +401,21 @@ class Index:
             self._holders.append(0)
         self._slots[block] = slot
         return slot
+
+    def _take_slots(self, blocks: list[int]) -> list[int]:
+        """A slot for each of these different hashes, none of which has one."""
+        reused = min(len(self._free), len(blocks))
+        slots = self._free[len(self._free) - reused :]
+        del self._free[len(self._free) - reused :]
+        for slot, block in zip(slots, blocks, strict=False):
+            self._hashes[slot] = block
+        slots += range(len(self._hashes), len(self._hashes) + len(blocks) - reused)
+        self._hashes += blocks[reused:]
+        self._holders.frombytes(bytes((len(blocks) - reused) * self._holders.itemsize))
+        while len(self._hashes) > self._capacity:
+            self._grow()
+        self._slots.update(zip(blocks, slots, strict=True))
+        return slots
 
     def _release_slot(self, slot: int) -> None:
         self._holders[slot] -= 1

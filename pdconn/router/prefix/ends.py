@@ -61,14 +61,22 @@ def fine_ends(held: Words, every: int) -> Words:
 
 def last_ends(valid: Words) -> tuple[list[int], list[int]]:
     """The pods with any valid end, and the number of rows up to the last one."""
-    if not valid.any():
+    if not len(valid):
         return [], []
-    reaches = np.bitwise_or.accumulate(valid[::-1])[::-1]
-    rows = np.append(np.flatnonzero(reaches[1:] != reaches[:-1]), len(reaches) - 1)
-    bits = _bits(reaches[rows])
-    lengths = np.diff(rows, prepend=-1) @ bits.astype(np.intp)
-    places = np.flatnonzero(bits[0])
-    return places.tolist(), lengths[places].tolist()
+    reaches = np.bitwise_or.accumulate(valid[::-1])
+    changes = np.add((reaches[1:] != reaches[:-1]).nonzero()[0], 1).tolist()
+    places: list[int] = []
+    ends: list[int] = []
+    seen = 0
+    for behind in (0, *changes):
+        word = int(reaches[behind])
+        fresh, seen = word & ~seen, word
+        while fresh:
+            lowest = fresh & -fresh
+            places.append(lowest.bit_length() - 1)
+            ends.append(len(valid) - behind)
+            fresh ^= lowest
+    return places, ends
 
 
 def _bits(words: Words) -> NDArray[np.uint8]:

@@ -51,6 +51,11 @@ class Family:
             return None
         return replace(self, tails=(), alone=False, with_stored=False)
 
+    def needs_every_hash(self, hash_block_tokens: int) -> bool:
+        """Whether a group needs each hash block of the prefix, under its own hash."""
+        sizes = {spec.block_tokens for _, spec in self.whole}
+        return hash_block_tokens in sizes and not self.is_fine
+
     @property
     def counted(self) -> tuple[tuple[int, GroupSpec], ...]:
         """Every group that a hit depends on, full attention first."""

@@ -77,7 +77,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks that an engine has removed, listed once per removed copy."""
+    """Blocks that an engine has removed in a row, listed once per removed copy."""
 
     hashes: list[int]
     group: int | None
@@ -127,7 +127,7 @@ def decode_batch(payload: bytes, max_nbytes: int = MAX_NBYTES) -> Batch:
     for typed in (_MAPS, _ROWS):
         try:
             sent = typed.decode(payload)
-            return Batch(sent.ts, [_event(one) for one in sent.events], sent.rank)
+            return Batch(sent.ts, _events(sent.events), sent.rank)
         except ValidationError:
             continue  # the other form, or one event is malformed
         except _UNREADABLE:
@@ -234,6 +234,37 @@ _MAPS, _ROWS, _ANY = Decoder(_Maps), Decoder(_Rows), Decoder(_Raws)
 _MAP: Decoder[_Map] = Decoder(_Map)
 _ROW: Decoder[_Row] = Decoder(_Row)
 _CLEARED = Cleared()
+
+
+def _events(sent: Sequence[_Stored | _Removed | _Cleared]) -> list[Event]:
+    """The events in order; removals in a row from one group and medium are one event.
+
+    vLLM reports each evicted block by itself, which is most of the events of a full cache.
+    """
+    events: list[Event] = []
+    first: _Removed | None = None
+    hashes: list[int | bytes] = []
+    for one in sent:
+        if isinstance(one, _Removed):
+            if (
+                first is not None
+                and one.group_idx == first.group_idx
+                and one.medium == first.medium
+                and one.locality == first.locality
+            ):
+                hashes += one.block_hashes
+                continue
+            if first is not None:
+                events.append(Removed(_all_low(hashes), first.group_idx, _medium(first)))
+            first, hashes = one, one.block_hashes
+            continue
+        if first is not None:
+            events.append(Removed(_all_low(hashes), first.group_idx, _medium(first)))
+            first = None
+        events.append(_event(one))
+    if first is not None:
+        events.append(Removed(_all_low(hashes), first.group_idx, _medium(first)))
+    return events
 
 
 def _event(sent: _Stored | _Removed | _Cleared) -> Event:

@@ -140,8 +140,15 @@ class Scorer:
         hits = dict.fromkeys(self._index.pods, NO_HIT)
         if not prompt.hashes:
             return hits
-        chain = _Chain(prompt, self._index.slots_of(prompt.hashes))
-        for family in self.families(prompt.hash_block_tokens):
+        families = self.families(prompt.hash_block_tokens)
+        # Where every hit needs every hash block, none ends after the first one that no pod holds.
+        if all(family.needs_every_hash(prompt.hash_block_tokens) for family in families):
+            chain = _Chain(prompt, self._index.leading_slots_of(prompt.hashes))
+            if not len(chain.slots):
+                return hits
+        else:
+            chain = _Chain(prompt, self._index.slots_of(prompt.hashes))
+        for family in families:
             for word, mask in enumerate(family.masks):
                 if mask and family.align is not None:
                     hits.update(self._hits(family, word, chain))
@@ -296,6 +303,8 @@ class _Pass:
 
     def _scores(self, places: list[int], num_blocks: list[int]) -> list[float]:
         """The scores of the pods at ``places``, whose hits are ``num_blocks`` long."""
+        if self._family.whole and len(at := self._planes_at_weights()) == 1:
+            return [weight * blocks for weight in at for blocks in num_blocks]
         levels = self._levels(max(num_blocks))
         top, held = next(levels)
         lower = np.bitwise_or.accumulate(~held)
@@ -318,11 +327,7 @@ class _Pass:
 
     def _levels(self, num_blocks: int) -> Iterator[tuple[float, Words]]:
         """The blocks held at each weight, heaviest first; blocks that no hit needs are last."""
-        at: dict[float, list[Plane]] = {}
-        whole = [group for group, _ in self._family.whole]
-        for plane in self._index.planes():
-            if not whole or plane[0] is None or plane[0] in whole:
-                at.setdefault(self._weights.get(plane[1], UNKNOWN_WEIGHT), []).append(plane)
+        at, whole = self._planes_at_weights(), self._family.whole
         if not whole:
             at.setdefault(UNKNOWN_WEIGHT, [])
         for weight in sorted(at, reverse=True):
@@ -332,6 +337,15 @@ class _Pass:
             yield weight, held
         if not whole:
             yield UNKNOWN_WEIGHT, np.full(num_blocks, ALL)
+
+    def _planes_at_weights(self) -> dict[float, list[Plane]]:
+        """The planes whose blocks are weighed, by weight."""
+        at: dict[float, list[Plane]] = {}
+        whole = [group for group, _ in self._family.whole]
+        for plane in self._index.planes():
+            if not whole or plane[0] is None or plane[0] in whole:
+                at.setdefault(self._weights.get(plane[1], UNKNOWN_WEIGHT), []).append(plane)
+        return at
 
     def _spread(self, plane: Plane, num_blocks: int) -> Words:
         """The plane's blocks in hash blocks: a block of n hash blocks covers n rows."""

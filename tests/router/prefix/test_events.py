@@ -224,14 +224,41 @@ def test_junk_raises_nothing_but_bad_batch(payload: bytes) -> None:
         decode_batch(payload)
 
 
+def in_order(events: list[Any]) -> list[Any]:
+    """The events, each removed block by itself."""
+    found: list[Any] = []
+    for event in events:
+        if isinstance(event, Removed):
+            found += [Removed([one], event.group, event.medium) for one in event.hashes]
+        else:
+            found.append(plain(event))
+    return found
+
+
+def test_removals_in_a_row_from_one_place_are_one_event() -> None:
+    gone = [row(REMOVED | {"block_hashes": [number]}) for number in range(5)]
+    other = row(REMOVED | {"block_hashes": [9], "group_idx": 1})
+    remote = row(REMOVED | {"block_hashes": [9], "locality": "REMOTE"})
+    events = read(gone[0], gone[1], gone[1], other, gone[2], remote, gone[3], row(CLEARED), gone[4])
+    assert events.events == [
+        Removed([0, 1, 1], 0, "cpu"),
+        Removed([9], 1, "cpu"),
+        Removed([2], 0, "cpu"),
+        Removed([9], 0, "remote"),
+        Removed([3], 0, "cpu"),
+        Cleared(),
+        Removed([4], 0, "cpu"),
+    ]
+
+
 @given(st.lists(JUNK | NEARLY, max_size=4), st.sampled_from([dict, row]), st.data())
 @example([{"type": "BlockStored"}], dict, None)
 def test_junk_never_costs_its_neighbours(junk: list[Any], form: Any, data: Any) -> None:
     good = form(REMOVED | {"block_hashes": [BIG]})
     batch = read(good, *junk, good)
-    mine = Removed([BIG], 0, "cpu")
-    assert batch.events[0] == mine == batch.events[-1]
-    assert len(batch.events) + batch.num_undecodable == len(junk) + 2
+    alone = [read(one) for one in (good, *junk, good)]
+    assert in_order(batch.events) == in_order([event for one in alone for event in one.events])
+    assert sum(len(one.events) for one in alone) + batch.num_undecodable == len(junk) + 2
     for event in batch.events:
         hashes = [] if isinstance(event, Cleared) else event.hashes
         assert all(0 <= one < 1 << 64 for one in hashes)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from typing import Any
 
-from pdconn.router.prefix.block_index import Index
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdconn.router.prefix.block_index import Index, Plane, Pod
 from tests.fakes.event_loop import in_loop
 from tests.fakes.routed import ASKED, PROMPT, fleet
 
@@ -65,3 +70,80 @@ async def test_what_an_engine_tells_again_is_a_copy_or_a_repeat(allow_xargs, hel
         await pod.remove(PROMPT)
         await f.events_applied()
         assert (await f.ask(ASKED)).hit_tokens(f.prefill[0].url) == held
+
+
+HELD = st.lists(st.integers(1, 60), max_size=50)
+OPS = st.lists(
+    st.tuples(
+        st.booleans(),
+        st.sampled_from("ab"),
+        st.integers(0, 1),
+        st.sampled_from(["gpu", "fs"]),
+        HELD,
+    ),
+    max_size=12,
+)
+APART = [*range(1, 41)]
+
+
+def _known(index: Index) -> object:
+    """Everything that an index knows, without the numbers of its slots."""
+    pods = {
+        name: (
+            index.held_by(name, range(1, 61)), pod.num_blocks, pod.num_stored,
+            sum(pod.copies.values()), pod.refused, pod.unknown_removals,
+        )
+        for name, pod in index.pods.items()
+    }  # fmt: skip
+    return pods, index.num_hashes, sorted(index.planes(), key=str)
+
+
+def _agree(together: Index, ops: Sequence[tuple[bool, str, int, str, list[int]]]) -> bool:
+    """Whether an index that may process lists at once knows the same as one by one."""
+    by_one = Index(max_blocks=together._max_blocks)
+    for stores, name, group, medium, hashes in ops:
+        for index, blocks in ((together, hashes), (by_one, iter(hashes))):
+            change = index.store_blocks if stores else index.remove_blocks
+            change(name, group, medium, blocks)
+    return _known(together) == _known(by_one)
+
+
+@given(OPS, st.sampled_from([30, 4_000_000]))
+@example([(True, "a", 0, "gpu", APART), (False, "a", 0, "gpu", APART)], 4_000_000)
+@example([(True, "a", 0, "gpu", APART), (False, "a", 0, "gpu", APART * 2)], 4_000_000)
+def test_many_blocks_at_once_are_the_same_as_one_by_one(ops: Any, max_blocks: int) -> None:
+    assert _agree(Index(max_blocks), ops)
+
+
+def test_a_copy_that_is_processed_at_once_is_noticed() -> None:
+    """The control: without the look at what the pod holds, a copy would count as a block."""
+
+    class Careless(Index):
+        def _store_together(self, pod: Pod, plane: Plane, hashes: list[int]) -> bool:
+            before = self._planes[plane][0].copy()
+            self._planes[plane][0][:] = 0
+            stored = super()._store_together(pod, plane, hashes)
+            self._planes[plane][0] |= before
+            return stored
+
+    ops = [(True, "a", 0, "gpu", APART)] * 2
+    assert _agree(Index(), ops)
+    assert not _agree(Careless(), ops)
+
+
+def test_slots_are_used_again_and_found_after_growth() -> None:
+    index = Index()
+    many = [*range(1, 5001)]
+    index.store_blocks("a", 0, "gpu", many)
+    index.remove_blocks("a", 0, "gpu", many[:3000])
+    index.store_blocks("b", 0, "gpu", [*range(6000, 10_000)])
+    assert index.slots_of([*many[3000:], *range(6000, 10_000)]).max() <= 6000
+    assert index.held_by("a", many) == {(0, "gpu"): many[3000:]}
+    assert index.held_by("b", [1, 6000, 9999]) == {(0, "gpu"): [6000, 9999]}
+
+
+def test_the_leading_slots_end_at_the_first_unknown_hash() -> None:
+    index = Index()
+    index.store_blocks("a", 0, "gpu", [1, 2, 4])
+    assert index.leading_slots_of([1, 2, 3, 4]).tolist() == index.slots_of([1, 2]).tolist()
+    assert len(index.leading_slots_of([3, 1])) == 0
