@@ -46,7 +46,7 @@ INDEX = Benchmark(
     "The variable `PDCONN_DYNAMO_PYTHON` names the Python that has Dynamo's package, "
     "`PDCONN_MOONCAKE_TRACE` the trace (`conversation_trace.jsonl` of Mooncake's repository).",
     (Command("index", "python -m tests.throughput.index"),),
-    4,
+    2,
     (
         Table(
             ("index",),
