@@ -15,7 +15,8 @@ block and one gather per plane, whatever the number of pods.
 Bounded: a pod has at most ``max_blocks`` blocks, and all pods together have at most ``MAX_PLANES``
 planes; further blocks are counted and ignored, which can only make a hit look shorter.  An empty
 plane is dropped.  Cost: about 160 bytes per hash, however many pods hold it, of which 8 per plane
-and 64 pods (``tests/throughput/routing.py`` measures it).
+and 64 pods (``tests/throughput/routing.py`` measures it).  ``tests/throughput/index`` compares it
+with Dynamo's.
 
 vLLM keeps each block that it computed, even if it already has one with the same hash: with windows
 and states that is common, as a hit that they cut makes it recompute blocks of full attention.  It
