@@ -226,7 +226,8 @@ class EngineRegistry:
 
     def live(self, role: Role, among: frozenset[str] | None = None) -> tuple[str, ...]:
         """The engines of a role that get requests: up and not draining; restricted to ``among``."""
-        if among is None and not self._outages and not self._draining:  # nearly always
+        all_are_live = not (self._outages or self._draining or self._assigned)
+        if among is None and all_are_live:  # nearly always
             return self._by_role[role]
         out = self._outages.keys() | self._draining
         live = (name for name in self._by_role[role] if name not in out)

@@ -100,9 +100,13 @@ class Exchange:
             has_more: bool | None = True
             while has_more:
                 message = await self._read()
-                if message.WhichOneof("request") == "request_trailers":
+                kind = message.WhichOneof("request")
+                if kind == "request_trailers":
                     self._had_trailers = True
                     break
+                if kind != "request_body":
+                    # Envoy has answered by itself, as to a body that is longer than its buffer.
+                    raise GatewayLeft
                 piece = message.request_body.body
                 count_piece(piece, nbytes, held, self._max_nbytes)
                 nbytes += len(piece)

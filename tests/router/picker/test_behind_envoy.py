@@ -310,6 +310,7 @@ async def test_a_client_that_leaves_both_legs_ends_both() -> None:
         assert not d.leases.held
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", MODES)
 @in_loop
 async def test_bodies_of_64_mib_pass(mode: str) -> None:
@@ -499,3 +500,14 @@ async def test_a_trusted_client_cannot_have_its_ticket_sent_to_two_engines(
             assert response.status == (400 if is_checked else 500)
         seen = [one for engine in d.decode for one in engine.seen if one.body["model"] == MODEL]
         assert (len(seen) > 1) is not is_checked
+
+
+@in_loop
+async def test_a_body_above_the_gateways_own_limit_gets_its_413() -> None:
+    """Its answer comes in place of the body, and goes on as it is."""
+    async with deployment(running=behind_envoy(Filter(buffer_nbytes=1 << 20))) as d:
+        reply = await d.send(PATH, io.BytesIO(b'{"prompt": "' + b"x" * (5 << 20) + b'"}'))
+        assert reply.status == 413
+        assert not d.prefill[0].seen
+        await until(lambda: d.metric("inflight_requests") == 0)
+        assert (await d.complete()).status == 200

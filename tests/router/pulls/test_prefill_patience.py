@@ -44,12 +44,16 @@ USUAL = (300, 8000, 1000, 4000) * 6
 
 @given(st.floats(0.001, 2.0), st.floats(1e-6, 1e-2), st.integers(0, 20_000))
 def test_a_limit_is_several_times_what_it_takes(fixed_s: float, token_s: float, asked: int) -> None:
-    """And never so short that an engine which is as fast as before misses it."""
+    """And never so short that an engine which is as fast as before misses it.
+
+    Below the shortest prompt that was seen the line is only extrapolated.
+    """
     engine = Engine(fixed_s, token_s)
     engine.serve(*USUAL)
     limit_s, takes_s = engine.patience.limit_s(P, asked), engine.takes_s(asked)
     assert limit_s is not None
-    assert limit_s >= max(FLOOR_S, 2 * takes_s)
+    times = 2 if asked >= min(USUAL) else 1
+    assert limit_s >= max(FLOOR_S, times * takes_s)
     assert limit_s <= max(FLOOR_S, 2 * MULTIPLE * takes_s)
 
 

@@ -17,7 +17,7 @@ WORDS = {
     "doctor": ["doctor", "--no-local", "--decode-channel", "127.0.0.1:1"],
     "score": ["score", EXAMPLE],
 }
-WITHOUT = {"proxy", "bench", "store", "completion", "pdconn"}
+WITHOUT = {"proxy", "picker", "bench", "store", "completion", "pdconn"}
 """proxy prints events as JSON lines; the others have none, or have it one level below."""
 
 

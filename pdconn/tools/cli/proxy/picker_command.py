@@ -38,9 +38,14 @@ The cluster of decode engines has the load-balancing policy override_host. A ret
 policy may have connect-failure only: a ticket is for one engine.
 examples/envoy has all of it; docs/gateway.md explains it.
 
-Routes, limits, keys, admin pages, /metrics, signals and exit codes are those of
-pdconn proxy. The health service of gRPC (grpc.health.v1) is as /readyz.
+Routes, limits, keys, admin pages, /metrics and signals are those of pdconn proxy. The health service of gRPC (grpc.health.v1) is as /readyz.
 It needs pdconn[gateway].
+
+exit codes:
+  0    stopped by SIGTERM or SIGINT, after draining
+  1    --wait is over and a role has no engine that answers
+  2    bad options, the address is not available, or pdconn[gateway] is missing
+  130  a second SIGINT: stopped without draining
 
 examples:
   pdconn picker --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000
