@@ -38,7 +38,8 @@ The cluster of decode engines has the load-balancing policy override_host. A ret
 policy may have connect-failure only: a ticket is for one engine.
 examples/envoy has all of it; docs/gateway.md explains it.
 
-Routes, limits, keys, admin pages, /metrics and signals are those of pdconn proxy. The health service of gRPC (grpc.health.v1) is as /readyz.
+Routes, limits, keys, admin pages, /metrics and signals are those of pdconn proxy.
+The health service of gRPC (grpc.health.v1) is as /readyz.
 It needs pdconn[gateway].
 
 exit codes:
