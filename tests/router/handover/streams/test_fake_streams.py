@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ABORTED, ANSWER, GONE, MODEL, FakeEngine, Leases, Seen
-from tests.router.handover import stream_scenarios
+from tests.router.handover.streams import stream_scenarios
 from tests.router.handover.streams.stream_scenarios import SCENARIOS, Act, Pair, asking, show
 
 PARKS_S = 4.0
