@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from multidict import CIMultiDict
+
 from pdconn.router.fleet.engine_client import (
     ConnectFailed,
     ConnectionLost,
@@ -22,6 +24,7 @@ from pdconn.router.fleet.engine_client import (
     EngineClient,
     IdleConnectionLost,
 )
+from pdconn.router.fleet.flights import Flight
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.tries import INTERNAL_ERROR, EngineTries, may_repeat, status_of
@@ -41,6 +44,40 @@ from pdconn.router.routing.request_events import (
 from pdconn.router.routing.routed_request import RoutedRequest, said
 
 _NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True)
+class BegunLeg:
+    """Decode's leg that begins at one engine.
+
+    Attributes:
+        began: its step.
+        flight: its place among what the engine has in flight, which the leg's owner ends.
+        headers, body: for the engine.
+    """
+
+    began: Began
+    flight: Flight
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+def begin_leg(router: RequestRouter, request: RoutedRequest, candidate: Candidate) -> BegunLeg:
+    """Begin decode's leg of a request, with the ticket that it may be sent now.
+
+    Raises:
+        Abandoned: the client has left.
+    """
+    engine, ticket = candidate.engine, request.usable_ticket
+    facts = {"handed_over": ticket is not None, "early": request.early is not None}
+    began = request.begin_step(StepKind.DECODE, engine, **facts)
+    headers = to_rank(request.headers, candidate.rank)
+    if request.trace is not None:
+        request.trace.inject(began, headers)
+    keep = router.sessions.ask_to_keep(request.session, engine)
+    body = decode_body(request.body, ticket, keep)
+    flight = router.loads.inflight.start_request(engine, 0, candidate.rank)
+    return BegunLeg(began, flight, headers, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +123,10 @@ class AskedDecode:
         second_tries = filter(partial(self.tries.may_ask_again, request), again)
         for candidate in itertools.chain(candidates, second_tries):
             had_ticket = request.usable_ticket is not None
-            facts = {"handed_over": had_ticket, "early": request.early is not None}
-            began = request.begin_step(StepKind.DECODE, candidate.engine, **facts)
+            leg = begin_leg(self.router, request, candidate)
+            began = leg.began
             try:
-                answer = await self._ask_decode(request, candidate, began)
+                answer = await self._ask_decode(request, candidate, leg)
             except (ConnectFailed, ConnectionLost) as error:
                 failures.append(
                     self.tries.failed_request(Role.DECODE, candidate.engine, request, error)
@@ -141,26 +178,19 @@ class AskedDecode:
         self.tries.check_may_compute(request)
 
     async def _ask_decode(
-        self, request: RoutedRequest, candidate: Candidate, began: Began
+        self, request: RoutedRequest, candidate: Candidate, leg: BegunLeg
     ) -> EngineAnswer:
-        engine = candidate.engine
-        headers = to_rank(request.headers, candidate.rank)
-        if request.trace is not None:
-            request.trace.inject(began, headers)
-        ticket = request.usable_ticket
-        keep = self.router.sessions.ask_to_keep(request.session, engine)
-        body = decode_body(request.body, ticket, keep)
-        flight = self.router.loads.inflight.start_request(engine, 0, candidate.rank)
+        engine, began, ticket = candidate.engine, leg.began, request.usable_ticket
 
         def closed(error: BaseException | None = None) -> None:
-            flight.finish()
+            leg.flight.finish()
             request.note(Over(began, None if error is None else said(error)))
 
         answer: EngineAnswer | None = None
         try:
             path = request.body.route.path
             answer = await self.client.post_body(
-                engine, path, body, headers, began.delivery, may_repeat=may_repeat(ticket)
+                engine, path, leg.body, leg.headers, began.delivery, may_repeat=may_repeat(ticket)
             )
             answer.when_closed(closed)
             request.note(Learned(began, {"status": answer.status}))

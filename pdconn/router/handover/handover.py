@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from pdconn.router.fleet.engine_client import EngineAnswer, EngineClient
 from pdconn.router.fleet.engine_registry import EngineRegistry
@@ -40,6 +40,7 @@ from pdconn.router.routing.request_events import (
 from pdconn.router.routing.routed_request import Abandoned, EventWatcher, RoutedRequest
 
 A = TypeVar("A", bound=LegResult)
+B = TypeVar("B", bound=LegResult)
 A_co = TypeVar("A_co", bound=LegResult, covariant=True)
 """What decode's legs give: an engine's answer, or where the answer is to come from."""
 
@@ -79,6 +80,11 @@ class Handover(Generic[A]):
     decode: DecodeLegs[A]
     early: EarlyLegs | None = None
     watchers: tuple[EventWatcher, ...] = ()
+
+    def with_decode(self, decode: DecodeLegs[B]) -> Handover[B]:
+        """The same, whose decode's legs are others."""
+        same: Any = self
+        return cast("Handover[B]", replace(same, decode=decode))
 
     async def answer_request(self, request: RoutedRequest) -> EngineAnswer | A:
         """What decode's leg gives for a client's request, or an engine's refusal.

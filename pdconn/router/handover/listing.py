@@ -23,7 +23,7 @@ from pdconn.router.fleet.engine_client import (
 )
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
-from pdconn.router.router_errors import EngineFailure, NoEngineLeft, UnknownModel
+from pdconn.router.router_errors import EngineFailure, UnknownModel
 
 GIVE_UP_S = 5.0
 """Time-out of an engine's list; a later list is left out."""
@@ -141,7 +141,7 @@ class ListedModels:
             if isinstance(one, BaseException):
                 raise one
         failures = [one for one in found if isinstance(one, EngineFailure)]
-        raise NoEngineLeft(Role.DECODE.value, engines.failures(Role.DECODE, tuple(failures)))
+        raise self._handover.tries.no_decode_left(*failures)
 
     async def _ask(
         self, engine: str, role: Role, headers: CIMultiDict[str], request_id: str

@@ -16,7 +16,7 @@ from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
 from pdconn.router.openai.passed import Asks
-from pdconn.router.router_errors import EngineFailure, NoEngineLeft
+from pdconn.router.router_errors import EngineFailure
 from pdconn.router.routing.routed_request import said
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 
@@ -90,8 +90,7 @@ class PassThrough:
         finally:
             if second is not None:
                 second.close()
-        known = self.handover.engines.failures(Role.DECODE, failures)
-        raise NoEngineLeft(Role.DECODE.value, known)
+        raise tries.no_decode_left(*failures)
 
     def _role(self, engine: str) -> Role:
         """The role under which the engine's failures are counted."""

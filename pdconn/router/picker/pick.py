@@ -24,15 +24,13 @@ from itertools import islice
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, EngineClient
-from pdconn.router.fleet.flights import Flight
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.abandoned import AbandonedRequests
+from pdconn.router.handover.decode import BegunLeg, begin_leg
 from pdconn.router.handover.passing import Passing, engines_for, may_ask_all
 from pdconn.router.handover.tries import EngineTries
-from pdconn.router.openai.bodies import decode_body
 from pdconn.router.openai.passed import RESPONSE_ID, Asks
-from pdconn.router.openai.requests import asking, text, to_rank
-from pdconn.router.router_errors import NoEngineLeft
+from pdconn.router.openai.requests import asking, text
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate
 from pdconn.router.routing.request_events import (
@@ -41,7 +39,6 @@ from pdconn.router.routing.request_events import (
     Learned,
     Over,
     Passed,
-    StepKind,
 )
 from pdconn.router.routing.routed_request import RoutedRequest
 
@@ -129,25 +126,15 @@ class PickedDecode:
         first = chosen[0]
         # The header of a rank is for one engine: another may have fewer.
         engines = (first.engine,) if first.rank is not None else tuple(c.engine for c in chosen)
-        facts = {
-            "handed_over": request.usable_ticket is not None,
-            "early": request.early is not None,
-        }
-        began = request.begin_step(StepKind.DECODE, first.engine, **facts)
-        headers = to_rank(request.headers, first.rank)
-        if request.trace is not None:
-            request.trace.inject(began, headers)
-        keep = self.router.sessions.ask_to_keep(request.session, first.engine)
-        body = decode_body(request.body, request.usable_ticket, keep)
-        flight = self.router.loads.inflight.start_request(first.engine, 0, first.rank)
+        leg = begin_leg(self.router, request, first)
         # Until the answer begins its ticket may have to be returned, for which the body is needed.
         request.held.add_user()
         return Pick(
             engines,
-            headers,
-            body,
-            partial(self._answered, request, began),
-            partial(self._closed, request, began, flight),
+            leg.headers,
+            leg.body,
+            partial(self._answered, request, leg.began),
+            partial(self._closed, request, leg),
         )
 
     async def decode_where_kept(
@@ -178,11 +165,9 @@ class PickedDecode:
         request.note(Passed(head.status, True))
         request.held.drop_user()
 
-    def _closed(
-        self, request: RoutedRequest, began: Began, flight: Flight, has_begun: bool
-    ) -> None:
-        flight.finish()
-        request.note(Over(began, None if has_begun else "no answer began"))
+    def _closed(self, request: RoutedRequest, leg: BegunLeg, has_begun: bool) -> None:
+        leg.flight.finish()
+        request.note(Over(leg.began, None if has_begun else "no answer began"))
         if not has_begun:
             # The client has left, and decode may never have had the request.
             self.abandoned.return_ticket(request)
@@ -205,8 +190,7 @@ class PickedPasses:
         """
         engines = self.router.by_load(engines_for(self.tries.engines, passing))
         if not engines:
-            known = self.tries.engines.failures(Role.DECODE, ())
-            raise NoEngineLeft(Role.DECODE.value, known)
+            raise self.tries.no_decode_left()
         if may_ask_all(passing):
             name = passing.path.split("?")[0].split("/")[3]
             ask = partial(is_kept, self.client, response=name, headers=passing.headers)

@@ -20,9 +20,8 @@ from grpc_health.v1.health import aio as grpc_health
 from pdconn.router.access.listener_tls import ServerTls
 from pdconn.router.admin.probes import Probes
 from pdconn.router.binding import url_of
-from pdconn.router.handover.handover import Handover
 from pdconn.router.picker.ext_proc import CALL, SERVICE, ProcessingRequest, ProcessingResponse
-from pdconn.router.picker.pick import Pick, PickedDecode, PickedPasses
+from pdconn.router.picker.pick import PickedDecode, PickedPasses
 from pdconn.router.picker.picker_service import PickerService
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_errors import CannotListen
@@ -57,21 +56,8 @@ async def running_picker(
 async def _listening(services: Services, sock: socket.socket) -> AsyncIterator[str]:
     config, asked = services.config, services.handover
     decode = PickedDecode(asked.client, asked.router, asked.tries, asked.abandoned)
-    handover: Handover[Pick] = Handover(
-        asked.engines,
-        asked.client,
-        asked.router,
-        asked.metrics,
-        asked.abandoned,
-        asked.prefill,
-        asked.tries,
-        asked.prefetches,
-        decode,
-        asked.early,
-        asked.watchers,
-    )
     passes = PickedPasses(asked.client, asked.router, asked.tries)
-    api = client_api(services, handover, passes)
+    api = client_api(services, asked.with_decode(decode), passes)
     service = PickerService(api, services.probes)
     health = grpc_health.HealthServicer()
     server = _server(service, health, config)

@@ -22,7 +22,6 @@ from pdconn.router.access.middlewares import check_repeats, no_such_path, refusa
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.places import HeldBody
 from pdconn.router.fleet.engine_client import EngineAnswer
-from pdconn.router.fleet.member import Role
 from pdconn.router.front.client_api import (
     Answered,
     ApiRoute,
@@ -43,7 +42,6 @@ from pdconn.router.picker.pick import AnswerHead, Pick
 from pdconn.router.router_errors import (
     BadHead,
     MethodNotAllowed,
-    NoEngineLeft,
     Refusal,
     Unauthorized,
     UnfitGateway,
@@ -189,7 +187,7 @@ class PickerService:
     ) -> tuple[int | None, RequestEnd]:
         engines, failures = await self._endpoints.resolve(pick.engines)
         if not engines:
-            raise NoEngineLeft(Role.DECODE.value, tuple(failures))
+            raise self._api.handover.tries.no_decode_left(*failures)
         await exchange.send_pick(pick.headers, pick.body, engines)
         pick.body = None  # the gateway has it
         status, end = None, RequestEnd.CLIENT_LEFT

@@ -15,6 +15,7 @@ from typing import Any
 
 import envoy
 
+from pdconn.router.picker.messages import ENDPOINT, ENDPOINT_NAMESPACE, UPSTREAM
 from pdconn.router.picker.picker_server import running_picker
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_server import Running
@@ -46,8 +47,46 @@ def envoy_config(
     ports: tuple[int, int], picker_port: int, engines: list[str], shape: Filter
 ) -> dict[str, Any]:
     """Envoy's configuration; ``ports``: of clients, and of its admin pages."""
+    name = "envoy.filters.network.http_connection_manager"
+    chain = {"filters": [{"name": name, "typed_config": _connections(shape)}]}
+    listener = {
+        "name": "clients",
+        "address": _address(ports[0]),
+        "per_connection_buffer_limit_bytes": shape.buffer_nbytes,
+        "filter_chains": [chain],
+    }
+    clusters = [_decode_cluster(engines, shape), _picker_cluster(picker_port)]
+    return {
+        "admin": {"address": _address(ports[1])},
+        "static_resources": {"listeners": [listener], "clusters": clusters},
+    }
+
+
+def _connections(shape: Filter) -> dict[str, Any]:
+    """Connections of clients: the picker's filter, and the route to decode."""
+    retry = {"retry_on": "connect-failure", "num_retries": 2}
+    to_decode = {"cluster": "decode", "timeout": "0s", "idle_timeout": "0s", "retry_policy": retry}
+    route = {"match": {"prefix": "/"}, "route": to_decode}
+    router = {"@type": f"{_TYPES}.filters.http.router.v3.Router"}
+    manager: dict[str, Any] = {
+        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "http",
+        "route_config": {"virtual_hosts": [{"name": "api", "domains": ["*"], "routes": [route]}]},
+        "http_filters": [
+            {"name": "envoy.filters.http.ext_proc", "typed_config": _processor(shape)},
+            {"name": "envoy.filters.http.router", "typed_config": router},
+        ],
+    }
+    if shape.trusts_clients:
+        local = {"address_prefix": "127.0.0.0", "prefix_len": 8}
+        manager["use_remote_address"] = True
+        manager["internal_address_config"] = {"cidr_ranges": [local]}
+    return manager
+
+
+def _processor(shape: Filter) -> dict[str, Any]:
     trailers = "SEND" if shape.mode == PIECES else "SKIP"
-    processor = {
+    return {
         "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "600s"},
         "failure_mode_allow": shape.fails_open,
@@ -60,87 +99,34 @@ def envoy_config(
             "request_trailer_mode": trailers,
             "response_trailer_mode": "SEND" if shape.echoes else trailers,
         },
-        "metadata_options": {"receiving_namespaces": {"untyped": ["envoy.lb"]}},
-        "response_attributes": ["upstream.address"],
+        "metadata_options": {"receiving_namespaces": {"untyped": [ENDPOINT_NAMESPACE]}},
+        "response_attributes": [UPSTREAM],
     }
-    route = {
-        "match": {"prefix": "/"},
-        "route": {
-            "cluster": "decode",
-            "timeout": "0s",
-            "idle_timeout": "0s",
-            "retry_policy": {"retry_on": "connect-failure", "num_retries": 2},
-        },
-    }
-    manager = {
-        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "http",
-        "route_config": {"virtual_hosts": [{"name": "api", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [
-            {"name": "envoy.filters.http.ext_proc", "typed_config": processor},
-            {
-                "name": "envoy.filters.http.router",
-                "typed_config": {"@type": f"{_TYPES}.filters.http.router.v3.Router"},
-            },
-        ],
-    }
-    if shape.trusts_clients:
-        local = {"address_prefix": "127.0.0.0", "prefix_len": 8}
-        manager |= {
-            "use_remote_address": True,
-            "internal_address_config": {"cidr_ranges": [local]},
-        }
-    key = "x-gateway-destination-endpoint"
-    policies = "load_balancing_policies"
+
+
+def _decode_cluster(engines: list[str], shape: Filter) -> dict[str, Any]:
+    """Decode engines, of which the picker's word decides."""
+    named = {"key": ENDPOINT_NAMESPACE, "path": [{"key": ENDPOINT}]}
+    in_turn = {"@type": f"{_TYPES}.load_balancing_policies.round_robin.v3.RoundRobin"}
     picked = {
-        "@type": f"{_TYPES}.{policies}.override_host.v3.OverrideHost",
-        "override_host_sources": [
-            {"metadata": {"key": "envoy.lb", "path": [{"key": key}]}},
-            {"header": key},
-        ],
-        "fallback_policy": _policy(
-            "round_robin", {"@type": f"{_TYPES}.{policies}.round_robin.v3.RoundRobin"}
-        ),
+        "@type": f"{_TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [{"metadata": named}, {"header": ENDPOINT}],
+        "fallback_policy": _policy("round_robin", in_turn),
     }
-    http2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     return {
-        "admin": {"address": _address(ports[1])},
-        "static_resources": {
-            "listeners": [
-                {
-                    "name": "clients",
-                    "address": _address(ports[0]),
-                    "per_connection_buffer_limit_bytes": shape.buffer_nbytes,
-                    "filter_chains": [
-                        {
-                            "filters": [
-                                {
-                                    "name": "envoy.filters.network.http_connection_manager",
-                                    "typed_config": manager,
-                                }
-                            ]
-                        }
-                    ],
-                }
-            ],
-            "clusters": [
-                {
-                    **_cluster("decode", [int(one.rpartition(":")[2]) for one in engines]),
-                    "per_connection_buffer_limit_bytes": shape.buffer_nbytes,
-                    "load_balancing_policy": _policy("override_host", picked),
-                },
-                {
-                    **_cluster("picker", [picker_port]),
-                    "typed_extension_protocol_options": {
-                        http2: {
-                            "@type": f"type.googleapis.com/{http2}",
-                            "explicit_http_config": {"http2_protocol_options": {}},
-                        }
-                    },
-                },
-            ],
-        },
+        **_cluster("decode", [int(one.rpartition(":")[2]) for one in engines]),
+        "per_connection_buffer_limit_bytes": shape.buffer_nbytes,
+        "load_balancing_policy": _policy("override_host", picked),
     }
+
+
+def _picker_cluster(port: int) -> dict[str, Any]:
+    options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    http2 = {
+        "@type": f"type.googleapis.com/{options}",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+    return {**_cluster("picker", [port]), "typed_extension_protocol_options": {options: http2}}
 
 
 def _address(port: int) -> dict[str, Any]:
