@@ -90,8 +90,17 @@ def _value(value: str | float | None) -> str:
     if value is None:
         return "-"
     if not isinstance(value, str):
-        return f"{value:g}" if isinstance(value, float) else str(value)
+        return _decimal(value) if isinstance(value, float) else str(value)
     return value if _PLAIN.fullmatch(value) else shown(value, _MOST_SHOWN)
+
+
+def _decimal(value: float) -> str:
+    """A number to a millionth, without an exponent: what matches ``0.`` finds short times, too.
+
+    >>> _decimal(0.412), _decimal(0.00001), _decimal(3.0)
+    ('0.412', '0.00001', '3')
+    """
+    return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
 def log_end(
