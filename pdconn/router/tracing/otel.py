@@ -80,7 +80,8 @@ class OtelTracing(Tracing):
             resource=Resource.create(named),
             shutdown_on_exit=False,  # otherwise the process waits a second time
         )
-        self._provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+        self._exporter = _exporter(endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("pdconn.router")
 
     def begin_span(self, name: str, headers: Mapping[str, str], **attributes: Value) -> OtelSpan:
@@ -94,6 +95,8 @@ class OtelTracing(Tracing):
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
+        if closing.is_alive():
+            self._exporter.shutdown()  # it asks no more, in whatever thread it waits
 
 
 def _exporter(endpoint: str) -> SpanExporter:
