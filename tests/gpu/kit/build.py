@@ -35,19 +35,20 @@ LIMIT_S = 480
 VLLM, NIXL = "vllm==0.32.0", "nixl-cu13==1.5.1"
 MISSING = (
     "annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2",
-    "compressed-tensors", "depyf", "dill", "fastapi", "httpcore2", "httpx2", "interegular",
-    "jiter", "jsonschema", "jsonschema-specifications", "lark", "llguidance",
+    "compressed-tensors", "depyf", "dill", "fastapi", "httpcore2", "httptools", "httpx2",
+    "interegular", "jiter", "jsonschema", "jsonschema-specifications", "lark", "llguidance",
     "lm-format-enforcer", "loguru", "msgspec", "nixl", "openai", "oss-harmony",
     "partial-json-parser", "pybase64", "pydantic", "pydantic-extra-types", "pydantic-settings",
     "pydantic_core", "python-dotenv", "python-json-logger", "pyzmq", "referencing", "rpds-py",
-    "setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "xgrammar",
+    "setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "uvloop", "xgrammar",
 )  # fmt: skip
 """What pdconn and vLLM import on the way to an answer, and that machine lacks.  Their versions are
 those of ``requirements.txt``."""
 
 THERE = (
-    "aiohttp", "annotated-doc", "anyio", "attrs", "h11", "idna", "numpy", "packaging",
-    "prometheus-client", "pyyaml", "torch", "transformers", "triton", "typing-extensions", "xxhash",
+    "aiohappyeyeballs", "aiohttp", "annotated-doc", "anyio", "attrs", "h11", "idna", "numpy",
+    "packaging", "prometheus-client", "pyyaml", "torch", "transformers", "triton",
+    "typing-extensions", "xxhash",
 )  # fmt: skip
 """What the wheels of the kit need besides, and that machine has."""
 _NOT_NEEDED = ("nixl-cu12",)
