@@ -1,20 +1,20 @@
-"""TLS of the listener for clients: a certificate chain and its key."""
+"""TLS of the listener: a certificate chain and its key."""
 
 from __future__ import annotations
 
 import ssl
-from pathlib import Path
 
 from pdconn.router.router_errors import BadSetting
 from pdconn.sidechannel.credentials import SecurityError, read_private
 
+HTTP_1_1, HTTP_2 = "http/1.1", "h2"
+
 
 class ServerTls:
-    """The listener's TLS: version 1.2 or newer, HTTP/1.1.
+    """The listener's TLS: version 1.2 or newer.
 
     Attributes:
         context: used for new connections.
-        pair: the key and the chain, as in their files.
 
     Raises:
         BadSetting: a file is missing or wrong.
@@ -22,7 +22,13 @@ class ServerTls:
 
     def __init__(self, cert: str, key: str) -> None:
         self._cert, self._key = cert, key
+        self._protocol = HTTP_1_1
         self.reload_files()
+
+    def speak(self, protocol: str) -> None:
+        """Offer one protocol, by its name in ALPN (RFC 7301); ``HTTP_1_1`` at first."""
+        self._protocol = protocol
+        self.context.set_alpn_protocols([protocol])
 
     def reload_files(self) -> None:
         """Read both files again, for new connections.
@@ -33,14 +39,13 @@ class ServerTls:
         # A new context: OpenSSL keeps one certificate per key type that a context ever loaded.
         context = _new_context()
         _load(context, self._cert, self._key)
+        context.set_alpn_protocols([self._protocol])
         self.context = context
-        self.pair = read_private("--tls-key", self._key), Path(self._cert).read_bytes()
 
 
 def _new_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
     return context
 
 

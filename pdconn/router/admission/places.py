@@ -226,7 +226,7 @@ def check_body_head(headers: CIMultiDictProxy[str], max_nbytes: int) -> None:
         raise UnsupportedEncoding("Content-Encoding", "identity (no encoding)", codings)
     length = headers.get("Content-Length", "")
     if length.isascii() and length.isdigit() and int(length) > max_nbytes:
-        raise _too_large(max_nbytes)
+        raise too_large(max_nbytes)
 
 
 def count_piece(piece: bytes, nbytes_before: int, held: HeldBody, max_nbytes: int) -> None:
@@ -237,9 +237,10 @@ def count_piece(piece: bytes, nbytes_before: int, held: HeldBody, max_nbytes: in
         Busy: the budget of all bodies is exhausted.
     """
     if nbytes_before + len(piece) > max_nbytes:
-        raise _too_large(max_nbytes)
+        raise too_large(max_nbytes)
     held.grow(len(piece))
 
 
-def _too_large(max_nbytes: int) -> BodyTooLarge:
+def too_large(max_nbytes: int) -> BodyTooLarge:
+    """The refusal of a body that exceeds ``max_nbytes``."""
     return BodyTooLarge("body", f"at most {max_nbytes} bytes", "more")

@@ -16,10 +16,11 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import grpc
+from google.protobuf.message import DecodeError
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from pdconn.router.admission.places import HeldBody, check_body_head, count_piece
+from pdconn.router.admission.places import HeldBody, check_body_head, count_piece, too_large
+from pdconn.router.picker.ext_proc import ProcessingRequest
 from pdconn.router.picker.messages import (
     Head,
     answer_message,
@@ -30,6 +31,7 @@ from pdconn.router.picker.messages import (
     refusal_message,
     takes_pieces,
 )
+from pdconn.router.picker.rpc.call import INVALID_ARGUMENT, Call, CallFailed, MessageTooLong
 from pdconn.router.router_errors import UnfitGateway
 
 
@@ -41,7 +43,7 @@ class Exchange:
     """The messages about one request.
 
     Args:
-        context: of the call, whose handler runs in the current task.
+        call: whose handler runs in the current task.
         max_nbytes: of a body.
 
     Attributes:
@@ -50,19 +52,18 @@ class Exchange:
         has_left: whether the gateway has ended its call while the request was being answered.
     """
 
-    def __init__(self, context: Any, max_nbytes: int) -> None:
+    def __init__(self, call: Call, max_nbytes: int) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self.head = Head({}, CIMultiDict(), False)
         self.raw: bytes | None = None
         self.has_left = False
-        self._context = context
+        self._call = call
         self._max_nbytes = max_nbytes
         self._in_pieces: bool | None = None
         self._echoes = False
         self._had_trailers = False
-        self._next: asyncio.Task[Any] | None = None
 
     async def read_head(self) -> None:
         """Read the head.
@@ -95,11 +96,14 @@ class Exchange:
         pieces: list[bytes] = []
         if self.head.has_body:
             if not self._in_pieces:
-                await self._context.write(go_on())
+                await self._write(go_on())
             nbytes = 0
             has_more: bool | None = True
             while has_more:
-                message = await self._read()
+                try:
+                    message = await self._read()
+                except MessageTooLong as error:
+                    raise too_large(self._max_nbytes) from error
                 kind = message.WhichOneof("request")
                 if kind == "request_trailers":
                     self._had_trailers = True
@@ -127,19 +131,11 @@ class Exchange:
 
     def watch(self) -> None:
         """Cancel the task if the gateway ends its call before the next message is read."""
-        if self._next is not None:  # two reads at once would take a message from each other
-            return
-        self._next = asyncio.ensure_future(self._context.read())
+        self._call.when_ended(self._left)
 
-        def came(read: asyncio.Task[Any]) -> None:
-            left = not read.cancelled() and (
-                read.exception() is not None or read.result() is grpc.aio.EOF
-            )
-            if left and self._next is read:
-                self.has_left = True
-                self._task.cancel()
-
-        self._next.add_done_callback(came)
+    def _left(self) -> None:
+        self.has_left = True
+        self._task.cancel()
 
     async def send_pick(
         self, headers: CIMultiDict[str], body: bytes | None, endpoints: Iterable[str]
@@ -154,13 +150,12 @@ class Exchange:
             in_pieces=self._in_pieces is True,
             has_trailers=self._had_trailers,
         )
-        for message in messages:
-            await self._context.write(message)
+        await self._write(*messages)
 
     async def refuse(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Answer the client in the gateway's place, which ends the call."""
         try:
-            await self._context.write(refusal_message(status, headers, body))
+            await self._write(refusal_message(status, headers, body))
         except asyncio.CancelledError:
             _is_over(self._task)
 
@@ -191,23 +186,23 @@ class Exchange:
     async def go_on(self, message: Any, headers: Mapping[str, str]) -> bool:
         """Let an answer go on, with ``headers`` set in its head; False if the call is over."""
         try:
-            await self._context.write(answer_message(message, headers, echoes=self._echoes))
+            await self._write(answer_message(message, headers, echoes=self._echoes))
         except asyncio.CancelledError:
             _is_over(self._task)
             return False
         return True
 
-    def close(self) -> None:
-        """Stop reading."""
-        if self._next is not None:
-            self._next.cancel()
-
     async def _read(self) -> Any:
-        reading, self._next = self._next, None
-        message = await (self._context.read() if reading is None else reading)
-        if message is grpc.aio.EOF:
+        raw = await self._call.read()
+        if raw is None:
             raise GatewayLeft
-        return message
+        try:
+            return ProcessingRequest.FromString(raw)
+        except DecodeError as error:
+            raise CallFailed(INVALID_ARGUMENT, f"no ProcessingRequest: {error}") from error
+
+    async def _write(self, *messages: Any) -> None:
+        await self._call.write(*(message.SerializeToString() for message in messages))
 
 
 def _is_over(task: asyncio.Task[Any]) -> None:

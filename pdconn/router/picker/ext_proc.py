@@ -1,4 +1,4 @@
-"""The messages of Envoy's external processor that a picker uses, as classes of ``protobuf``.  Pure.
+"""The messages of Envoy's external processor, and of health, as classes of ``protobuf``.  Pure.
 
 A table of fields and their numbers, of which the classes are made at import.  Fields that are not
 in it are skipped when they come.  Names do not travel in protobuf, so the classes have a pool of
@@ -77,6 +77,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "7 ImmediateResponse immediate_response response",
         "8 Struct dynamic_metadata",
     ),
+    # grpc.health.v1
+    "HealthCheckRequest": ("1 string service",),
+    "HealthCheckResponse": ("1 int32 status",),
 }
 
 _PACKAGE = "pdconn.ext_proc"
@@ -133,3 +136,5 @@ def message_class(name: str) -> Any:
 
 ProcessingRequest = message_class("ProcessingRequest")
 ProcessingResponse = message_class("ProcessingResponse")
+HealthCheckRequest = message_class("HealthCheckRequest")
+HealthCheckResponse = message_class("HealthCheckResponse")

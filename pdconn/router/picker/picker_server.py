@@ -10,19 +10,16 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as grpc_health
-
-from pdconn.router.access.listener_tls import ServerTls
+from pdconn.router.access.listener_tls import HTTP_2
 from pdconn.router.admin.probes import Probes
 from pdconn.router.binding import url_of
-from pdconn.router.picker.ext_proc import CALL, SERVICE, ProcessingRequest, ProcessingResponse
+from pdconn.router.picker.ext_proc import METHOD, SERVICE
 from pdconn.router.picker.pick import PickedDecode, PickedPasses
 from pdconn.router.picker.picker_service import PickerService
+from pdconn.router.picker.rpc.gateway_connection import CallRules
+from pdconn.router.picker.rpc.rpc_health import RpcHealth
+from pdconn.router.picker.rpc.rpc_server import RpcServer
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_errors import CannotListen
 from pdconn.router.router_limits import LIMITS, Limits
@@ -59,88 +56,39 @@ async def _listening(services: Services, sock: socket.socket) -> AsyncIterator[s
     passes = PickedPasses(asked.client, asked.router, asked.tries)
     api = client_api(services, asked.with_decode(decode), passes)
     service = PickerService(api, services.probes)
-    health = grpc_health.HealthServicer()
-    server = _server(service, health, config)
-    url = _listen(server, config, sock, services.tls)
-    await server.start()
+    health = RpcHealth(("", SERVICE, "readiness"), ("liveness",))
+    tls, listen = services.tls, config.listen
+    if tls is not None:
+        tls.speak(HTTP_2)
+    context = None if tls is None else lambda: tls.context
+    server = RpcServer(_rules(service, health, config), sock, context)
+    try:
+        await server.start()
+    except OSError as error:
+        raise CannotListen(listen.host, listen.port, error.strerror or str(error)) from error
     reporting = asyncio.create_task(_report_health(health, services.probes))
     try:
-        yield url
+        yield url_of("grpc" if tls is None else "grpcs", listen.host, sock)
     finally:
         reporting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await reporting
-        await health.enter_graceful_shutdown()
+        health.set_ready(is_ready=False)
         stopping = asyncio.create_task(server.stop(config.times.drain_timeout_s))
         await service.drain(config.times.drain_timeout_s)
         await stopping
 
 
-def _server(service: PickerService, health: Any, config: ProxyConfig) -> grpc.aio.Server:
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", config.admission.max_body_nbytes + _HEAD_NBYTES),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
-            ("grpc.keepalive_timeout_ms", round(KEEPALIVE_S * 1000)),
-            ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_S * 1000)),
-            ("grpc.http2.max_pings_without_data", 0),
-        ]
+def _rules(service: PickerService, health: RpcHealth, config: ProxyConfig) -> CallRules:
+    return CallRules(
+        {METHOD: service.process, **health.handlers},
+        config.admission.max_body_nbytes + _HEAD_NBYTES,
+        KEEPALIVE_S,
     )
-    handler = grpc.stream_stream_rpc_method_handler(
-        service.process,
-        request_deserializer=ProcessingRequest.FromString,
-        response_serializer=ProcessingResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(SERVICE, {CALL: handler}),)
-    )
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    return server
 
 
-def _listen(
-    server: grpc.aio.Server, config: ProxyConfig, sock: socket.socket, tls: ServerTls | None
-) -> str:
-    """Listen on the address of ``sock``, which is closed: gRPC binds sockets of its own."""
-    host = config.listen.host
-    url = url_of("grpc" if tls is None else "grpcs", host, sock)
-    port = sock.getsockname()[1]
-    sock.close()
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if tls is None:
-            server.add_insecure_port(address)
-        else:
-            server.add_secure_port(address, _credentials(tls))
-    except RuntimeError as error:
-        raise CannotListen(host, port, str(error)) from error
-    return url
-
-
-def _credentials(tls: ServerTls) -> Any:
-    """Credentials that change with the files, which SIGHUP reads again."""
-
-    def configuration(pair: tuple[bytes, bytes]) -> Any:
-        return grpc.ssl_server_certificate_configuration([pair])
-
-    used = [tls.pair]
-
-    def fetch() -> Any:
-        if tls.pair == used[0]:
-            return None
-        used[0] = tls.pair
-        return configuration(tls.pair)
-
-    return grpc.dynamic_ssl_server_credentials(configuration(tls.pair), fetch)
-
-
-async def _report_health(health: Any, probes: Probes) -> None:
+async def _report_health(health: RpcHealth, probes: Probes) -> None:
     """Keep the health of gRPC as that of ``/readyz``."""
     while True:
-        ready = await probes.is_ready()
-        status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
-            await health.set(name, status.SERVING if ready else status.NOT_SERVING)
+        health.set_ready(is_ready=await probes.is_ready())
         await asyncio.sleep(HEALTH_EVERY_S)

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import unquote
 
 from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
@@ -39,6 +38,7 @@ from pdconn.router.picker.endpoints import Endpoints
 from pdconn.router.picker.exchange import Exchange, GatewayLeft
 from pdconn.router.picker.messages import Head, head_of, upstream_of
 from pdconn.router.picker.pick import AnswerHead, Pick
+from pdconn.router.picker.rpc.call import Call
 from pdconn.router.router_errors import (
     BadHead,
     MethodNotAllowed,
@@ -75,10 +75,9 @@ class PickerService:
             exchange.release()
         await self._api.drain_requests(timeout_s)
 
-    async def process(self, requests: object, context: Any) -> None:
+    async def process(self, call: Call) -> None:
         """One call: one request of a client, until it has ended."""
-        del requests  # the same as ``context.read``
-        exchange = Exchange(context, self._max_nbytes)
+        exchange = Exchange(call, self._max_nbytes)
         try:
             await self._serve(exchange)
         except GatewayLeft:
@@ -87,8 +86,6 @@ class PickerService:
             # ``Exchange.watch`` has cancelled the task, or the gateway its call.
             if not exchange.has_left:
                 raise
-        finally:
-            exchange.close()
 
     async def _serve(self, exchange: Exchange) -> None:
         await exchange.read_head()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -13,6 +17,7 @@ import pytest
 from pdconn.router.picker import picker_server
 from pdconn.router.picker.ext_proc import BUFFERED, METHOD, ProcessingRequest, ProcessingResponse
 from pdconn.router.picker.picker_server import running_picker
+from tests.fakes.credentials import Authority
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.event_loop import in_loop, until
 
@@ -29,13 +34,13 @@ def head(path: bytes = b"/v1/completions", method: bytes = b"POST", *, ends: boo
 
 
 @asynccontextmanager
-async def calling(port: int) -> AsyncIterator[Any]:
-    """What begins calls at a port."""
+async def calling(port: int, *, raw: bool = False) -> AsyncIterator[Any]:
+    """What begins calls at a port; ``raw``: messages are bytes."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield channel.stream_stream(
             METHOD,
-            request_serializer=ProcessingRequest.SerializeToString,
-            response_deserializer=ProcessingResponse.FromString,
+            request_serializer=None if raw else ProcessingRequest.SerializeToString,
+            response_deserializer=None if raw else ProcessingResponse.FromString,
         )
 
 
@@ -52,6 +57,78 @@ async def test_a_path_of_other_bytes_than_utf_8_is_refused() -> None:
         assert answer.immediate_response.status.code == 404
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
+
+
+@in_loop
+async def test_what_is_no_message_ends_its_call_with_a_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with deployment(running=running_picker) as d, calling(port_of(d), raw=True) as begin:
+        call = begin()
+        await call.write(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await call.details()).startswith("no ProcessingRequest")
+    assert all(one.exc_info is None for one in caplog.records)
+
+
+@in_loop
+async def test_a_body_that_no_message_may_hold_is_refused_by_its_length() -> None:
+    """The control: one that a message holds."""
+    async with (
+        deployment(running=running_picker, max_body_mib=1) as d,
+        calling(port_of(d)) as begin,
+    ):
+        for nbytes in (1 << 20, 3 << 20):
+            call = begin()
+            await call.write(head())
+            await call.read()
+            body = ProcessingRequest()
+            body.request_body.body = b" " * nbytes
+            body.request_body.end_of_stream = True
+            await call.write(body)
+            answer = (await call.read()).immediate_response
+            assert answer.status.code == (413 if nbytes > 1 << 20 else 400)
+            assert json.loads(answer.body)["error"]["code"] == answer.status.code
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+
+
+@in_loop
+async def test_gateways_connect_by_tls_and_a_reload_takes_new_files(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    files = authority.sign("picker", "127.0.0.1")
+    trusted = Path(authority.file).read_bytes()
+    settings = {"tls_cert": files.cert, "tls_key": files.key}
+    async with deployment(running=running_picker, **settings) as d:
+
+        async def shown() -> str:
+            """The certificate, once a request was refused over its connection."""
+            credentials = grpc.ssl_channel_credentials(trusted)
+            async with grpc.aio.secure_channel(f"127.0.0.1:{port_of(d)}", credentials) as channel:
+                call = channel.stream_stream(METHOD)()
+                await call.write(head(b"/nowhere", b"GET", ends=True).SerializeToString())
+                answer = ProcessingResponse.FromString(await call.read())
+                assert answer.immediate_response.status.code == 404
+                await call.done_writing()
+            address = "127.0.0.1", port_of(d)
+            return await asyncio.to_thread(ssl.get_server_certificate, address)
+
+        def protocol() -> str | None:
+            context = ssl.create_default_context(cafile=authority.file)
+            context.set_alpn_protocols(["http/1.1", "h2"])
+            with (
+                socket.create_connection(("127.0.0.1", port_of(d))) as sock,
+                context.wrap_socket(sock, server_hostname="127.0.0.1") as tls,
+            ):
+                return tls.selected_alpn_protocol()
+
+        assert d.proxy.url.startswith("grpcs://")
+        first = await shown()
+        assert await asyncio.to_thread(protocol) == "h2"
+        authority.sign("picker", "127.0.0.1")
+        assert await d.proxy.reload() == ()
+        assert await shown() != first
+        assert await asyncio.to_thread(protocol) == "h2"
 
 
 class Wire:
