@@ -44,12 +44,14 @@ class ReadBlocks:
         beside: what a store loads of the same blocks meanwhile; None without one.  Nothing is
             reported before :class:`EndBeside`, since until then the store may write.
         urgency: PREFETCH if nobody waits for the request.
+        tenant: the label of the request's tenant; none for those of nobody in particular.
     """
 
     request: str
     need: Need
     beside: Need | None = None
     urgency: Urgency = Urgency.PULL
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ class PeerPull(ABC):
         gaps: what the plan leaves of our blocks.
         reading: reads that have not settled.
         alarm: when the machine is ticked, at the latest.
-        urgency: of its reads.
+        urgency, tenant: of its reads.
         is_requested: whether it is a request's.  Then its failure is counted, and may close
             the peer, which is kept until its reads have settled.
     """
@@ -219,6 +219,7 @@ class PeerPull(ABC):
     reading: int = 0
     alarm: float | None = None
     urgency: Urgency = Urgency.PULL
+    tenant: bytes = b""
 
     @property
     def is_written(self) -> bool:

@@ -178,7 +178,8 @@ class Pulls:
             self._report_failed(command.request, "nothing is claimed for this request")
             return
         entry.need, entry.measured.asked = command.need, now
-        entry.beside, entry.urgency = command.beside, command.urgency
+        entry.beside = command.beside
+        entry.urgency, entry.tenant = command.urgency, command.tenant
         self.unplanned.append(entry)
         self._perform(entry, entry.machine.want(now))
 
@@ -447,7 +448,8 @@ class Pulls:
         entry.reading += len(plan.reads)
         for rank, spans in plan.reads:
             gaps, entry.gaps = entry.gaps, NO_GAPS  # the first read fills them
-            self._post(Read(entry, entry.peer.ranks[rank], spans, gaps, entry.urgency))
+            peer = entry.peer.ranks[rank]
+            self._post(Read(entry, peer, spans, gaps, entry.urgency, entry.tenant))
 
     def _verify(self, entry: RequestPull) -> list[Effect]:
         """Have both sides sum what was read."""

@@ -3,106 +3,35 @@
 A backend that copies while it posts (shared memory) occupies the reader's thread until it is
 done, and one that does not (TCP, RDMA) serves reads in the order of posting.  Either way a
 short pull would wait for every long one before it.  So a read is cut into chunks, at most two of
-them are in flight, and :class:`FairQueue` decides which read's chunk is next.  After a chunk has
-failed, no other chunk of its read is posted.  Reads of prefetches have a queue of their own: which
-class goes next is decided for all peers together (:mod:`pdconn.lifecycle.turns`).
+them are in flight, and which read's chunk is next is decided fairly among tenants, and among the
+pulls of each (:mod:`pdconn.puller.fair_queue`).  After a chunk has failed, no other chunk of its
+read is posted.  Reads of prefetches have a queue of their own: which class goes next is decided for
+all peers together (:mod:`pdconn.lifecycle.turns`).
 
-The order: first come, first served lets a prompt of a thousand tokens wait behind one of a
-hundred thousand.  Equal shares prevent that, but make every pull longer: two equal pulls would both
-end at the end, where one could end at half time.  So pulls are served in the order in which they
-*would* end if all shared the link equally, each with the whole link to itself
-(Friedman and Henderson, "Fairness and efficiency in web server protocols", SIGMETRICS
-2003).  No pull then ends later than with equal shares, and most end sooner::
-
-    asked at 0: a of 8, b of 8; asked at 4: c of 1       (bytes, one served per tick)
-
-    first come     aaaaaaaabbbbbbbbc     a 8    b 16   c 17
-    equal shares   all at once           a 17   b 17   c 7
-    here           aaaacaaaabbbbbbbb     a 9    b 17   c 5
-
-Time is counted in bytes served to each pull that shares: *virtual* time advances by
-``1 / n`` of a byte for each byte served while n of them would not be done yet.
+Tenants are fair among each other at each peer, and not across peers: a peer that has something to
+send has two chunks in flight, whatever others do, so how peers share our end of the link is decided
+by the network.  A tenant with pulls from three peers may get three times what one gets that pulls
+from a fourth.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import numpy as np
 
 from pdconn.lifecycle.turns import Urgency
+from pdconn.puller.fair_queue import FairQueue
 from transport import PeerId, ReadStats, Settled, Spans, TransportError
 from transport.types import U64
-
-Pull = TypeVar("Pull")
 
 CHUNK_S = 0.1
 
 FIRST_NBYTES = 128 << 20
 LEAST_NBYTES = 16 << 20
 MOST_NBYTES = 1 << 30
-
-
-@dataclass(order=True, slots=True)
-class _Queued(Generic[Pull]):
-    """``ends`` is the virtual time at which equal shares would have served the pull."""
-
-    ends: float
-    order: int
-    pull: Pull = field(compare=False)
-
-
-class FairQueue(Generic[Pull]):
-    """Pulls in the order in which they would end with equal shares.
-
-    Example:
-        >>> pulls = FairQueue[str]()
-        >>> pulls.add_pull("long", 1000)
-        >>> pulls.served(10)
-        >>> pulls.add_pull("short", 5)
-        >>> pulls.first()
-        'short'
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._numbers = itertools.count()
-        self._queued: list[_Queued[Pull]] = []
-        self._sharing: list[float] = []
-
-    def __len__(self) -> int:
-        """Pulls that are not done."""
-        return len(self._queued)
-
-    def add_pull(self, pull: Pull, nbytes: int) -> None:
-        """Add a pull of ``nbytes`` bytes."""
-        ends = self._now + nbytes
-        heapq.heappush(self._queued, _Queued(ends, next(self._numbers), pull))
-        heapq.heappush(self._sharing, ends)
-
-    def first(self) -> Pull | None:
-        """The pull to serve next; None when the queue is empty."""
-        return self._queued[0].pull if self._queued else None
-
-    def remove_first(self) -> None:
-        """Remove the first pull, which is complete or has failed."""
-        heapq.heappop(self._queued)
-
-    def served(self, nbytes: int) -> None:
-        """Advance virtual time: ``nbytes`` bytes were served, to any pull."""
-        left = float(nbytes)
-        while self._sharing:
-            until_one_ends = (self._sharing[0] - self._now) * len(self._sharing)
-            if left < until_one_ends:
-                self._now += left / len(self._sharing)
-                return
-            left -= until_one_ends
-            self._now = heapq.heappop(self._sharing)
 
 
 class ChunkSizer:
@@ -229,12 +158,17 @@ class PeerReadQueue:
         self._settled_at = self._expected_at = -math.inf
 
     def add_read(
-        self, tag: object, peer: PeerId, spans: Spans, urgency: Urgency = Urgency.PULL
+        self,
+        tag: object,
+        peer: PeerId,
+        spans: Spans,
+        urgency: Urgency = Urgency.PULL,
+        tenant: bytes = b"",
     ) -> None:
-        """Queue a read."""
+        """Queue a read for a request of ``tenant``."""
         read = QueuedRead.unposted(tag, peer, spans)
         self._open[read] = None
-        self._queues.setdefault(urgency, FairQueue()).add_pull(read, read.total)
+        self._queues.setdefault(urgency, FairQueue()).add_pull(read, read.total, tenant)
 
     def __iter__(self) -> Iterator[QueuedRead]:
         """Reads that have not settled, oldest first."""
@@ -265,9 +199,9 @@ class PeerReadQueue:
         part = read.cut(nbytes)
         read.in_flight += 1
         self._in_flight_nbytes += part.nbytes
-        queue.served(part.nbytes)
+        queue.served(read, part.nbytes)
         if not read.has_more:
-            queue.remove_first()
+            queue.remove_pull(read)
         return part
 
     def expected_at(self, part: ReadChunk, now: float) -> float:
@@ -291,6 +225,8 @@ class PeerReadQueue:
             self._sizer.learn_pace(part.nbytes, at - began)
         else:
             read.error = read.error or settled.error
+            for queue in self._queues.values():  # it is in one of them, if it has more
+                queue.remove_pull(read)
         self._settled_at = at
         if not self._in_flight_nbytes:
             self._expected_at = at
@@ -300,13 +236,9 @@ class PeerReadQueue:
         return True
 
     def _first(self, urgency: Urgency) -> QueuedRead | None:
-        """The read to post next of a class; those that have failed meanwhile are dropped."""
+        """The read to post next of a class."""
         queue = self._queues.get(urgency)
-        if queue is None:
-            return None
-        while (read := queue.first()) is not None and not read.has_more:
-            queue.remove_first()
-        return read
+        return None if queue is None else queue.first()
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:

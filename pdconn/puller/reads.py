@@ -87,6 +87,7 @@ class Read:
     spans: Spans
     gaps: Gaps = NO_GAPS
     urgency: Urgency = Urgency.PULL
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ class TransportJobs:
                 self._transport.disconnect(job.peer)
         elif self._fill(job):
             reads = self._queues.setdefault(job.peer, PeerReadQueue(self._sizer))
-            reads.add_read(job.tag, job.peer, job.spans, job.urgency)
+            reads.add_read(job.tag, job.peer, job.spans, job.urgency, job.tenant)
 
     def post_chunk(self) -> bool:
         """Post one chunk, of the peers in turn; False if none may be.  May copy all of it."""

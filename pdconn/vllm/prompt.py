@@ -15,9 +15,13 @@ from typing import Any
 from pdconn.protocol import keep, ticket
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import TOKENS, closed_digest
+from pdconn.store.format.row_names import RowNames
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
+
+_NAMES = RowNames()
+"""Of a store that is not encrypted: labels that go no further than our workers need no secret."""
 
 _PIECE = 1 << 15
 """Tokens that are encoded at a time; msgpack encodes their number in 3 bytes."""
@@ -85,6 +89,11 @@ def is_prefetch(request: Any) -> bool:
         name = shown(request.request_id)
         log.warning("pdconn: served as a request that is waited for: %s request=%s", error, name)
         return False
+
+
+def tenant_label(request: Any) -> bytes:
+    """The label of the request's tenant, by its cache salt as in a store; none without a salt."""
+    return _NAMES.tenant(request.cache_salt)
 
 
 def parent_of(request_id: str) -> str | None:

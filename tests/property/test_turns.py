@@ -6,11 +6,10 @@ from collections import deque
 from fractions import Fraction
 from typing import Protocol
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.puller.read_queue import FairQueue
+from pdconn.puller.fair_queue import FairQueue
 
 Asked = list[tuple[int, int]]
 """(bytes served in all when it was asked for, bytes wanted) of each pull, in order."""
@@ -21,8 +20,8 @@ class Order(Protocol):
 
     def add_pull(self, pull: int, nbytes: int) -> None: ...
     def first(self) -> int | None: ...
-    def remove_first(self) -> None: ...
-    def served(self, nbytes: int) -> None: ...
+    def remove_pull(self, pull: int) -> None: ...
+    def served(self, pull: int, nbytes: int) -> None: ...
 
 
 class FirstCome:
@@ -37,10 +36,10 @@ class FirstCome:
     def first(self) -> int | None:
         return self._queue[0] if self._queue else None
 
-    def remove_first(self) -> None:
-        self._queue.popleft()
+    def remove_pull(self, pull: int) -> None:
+        self._queue.remove(pull)
 
-    def served(self, nbytes: int) -> None:
+    def served(self, pull: int, nbytes: int) -> None:
         pass
 
 
@@ -61,9 +60,9 @@ def one_by_one(order: Order, asked: Asked) -> dict[int, int]:
         tick += 1
         if (pull_now := order.first()) is not None:
             left[pull_now] -= 1
-            order.served(1)
+            order.served(pull_now, 1)
             if not left[pull_now]:
-                order.remove_first()
+                order.remove_pull(pull_now)
                 ends[pull_now] = tick
     return ends
 
@@ -126,11 +125,10 @@ def test_the_picture_of_the_module() -> None:
 
 def test_an_empty_queue_has_no_first() -> None:
     turns = FairQueue[str]()
-    turns.served(10)
     assert turns.first() is None
     assert len(turns) == 0
     turns.add_pull("a", 1)
     assert len(turns) == 1
-    turns.remove_first()
-    with pytest.raises(IndexError):
-        turns.remove_first()
+    turns.remove_pull("a")
+    turns.remove_pull("a")
+    assert (turns.first(), len(turns)) == (None, 0)

@@ -40,7 +40,7 @@ from pdconn.vllm.metadata import PdMetadata, PdWorkerReport, ReadSpeed
 from pdconn.vllm.patches.pool.admitted_blocks import blocks_for, num_free_blocks
 from pdconn.vllm.patches.pool.answer_windows import AnswerWindows
 from pdconn.vllm.patches.request_writes import ask_of_wrong_params
-from pdconn.vllm.prompt import is_prefetch, parent_of
+from pdconn.vllm.prompt import is_prefetch, parent_of, tenant_label
 from pdconn.vllm.pulls.beside import BesideStore, LenderBandwidths
 from pdconn.vllm.pulls.patience import PrefixPatience
 from pdconn.vllm.pulls.pull_rules import PullRules
@@ -344,7 +344,7 @@ class Pulling(SchedulerPart):
             beside = self.store.join_pull(request, need, self._outlook(request, tracked))
         rest = need if beside is None else cover.rest_of(need, beside)
         urgency = Urgency.PREFETCH if is_prefetch(request) else Urgency.PULL
-        self._commands.append(ReadBlocks(name, rest, beside, urgency))
+        self._commands.append(ReadBlocks(name, rest, beside, urgency, tenant_label(request)))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
         """Blocks of a request whose pull was not reported yet, without holes."""
