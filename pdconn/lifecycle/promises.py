@@ -9,7 +9,8 @@
 
 *Replaced*: a later turn of the session is kept instead.  *Expired*: the time is up.  *Broken*: what
 is kept is given up early, and the session's next answer *tells* why.  A promise that was broken
-holds nothing, and is remembered until it is told, or until its time would have been up.
+holds nothing, and is remembered until it is told, or until its time would have been up.  Its
+session may come back elsewhere, so each break is also *reported* once, to a router.
 
 A promise is broken for one of these reasons::
 
@@ -25,6 +26,7 @@ Pure: time is an argument, effects are returned.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -245,6 +247,7 @@ class Promises(Generic[Key, Item]):
         self._due = math.inf  # no promise's time is up before
         self._kept: _KeptItems[Item] = _KeptItems(size_of)
         self._of_tenant: dict[str, _KeptItems[Item]] = {}
+        self._unreported: dict[Key, BreakReason] = {}
 
     def __len__(self) -> int:
         """Promises, with those that are to be told."""
@@ -302,6 +305,7 @@ class Promises(Generic[Key, Item]):
         self._due = min(self._due, until)
         effects.append(Pin(self._numbers, wanted, until))
         effects += self._end(key, "replaced")
+        self._unreported.pop(key, None)
         self._promises[key] = promise = Promise(self._numbers, wanted, until)
         self._count(key, promise)
         return effects + self._within_limits(key)
@@ -325,6 +329,16 @@ class Promises(Generic[Key, Item]):
             return None
         self._end(key, "told")
         return promise.why
+
+    def take_unreported(self, most: int) -> list[tuple[Key, BreakReason]]:
+        """Breaks that were neither reported nor told yet, the oldest first; each is taken once.
+
+        The sessions are told all the same, should they come back here.
+        """
+        taken = list(itertools.islice(self._unreported.items(), most))
+        for key, _ in taken:
+            del self._unreported[key]
+        return taken
 
     def expire(self, now: float) -> list[PromiseEffect[Item]]:
         """End the promises whose time is up."""
@@ -398,7 +412,17 @@ class Promises(Generic[Key, Item]):
         broken = (key for key in his if self._promises[key].state is PromiseState.BROKEN)
         key = next(broken, his[0])
         effects = self._break(key, BreakReason.SHARE)
-        return [*effects, *self._end(key, "expired")]
+        effects += self._end(key, "expired")
+        if effects:  # nothing is left here to tell the session by
+            self._owe_report(key, BreakReason.SHARE)
+        return effects
+
+    def _owe_report(self, key: Key, why: BreakReason) -> None:
+        self._unreported[key] = why
+        if len(self._unreported) > self.limits.most:
+            # The oldest of those that are not remembered here; promises alone are fewer.
+            forgotten = (each for each in self._unreported if each not in self._promises)
+            del self._unreported[next(forgotten, key)]
 
     # Transitions
 
@@ -407,6 +431,7 @@ class Promises(Generic[Key, Item]):
         if not promise.enter("broken"):
             return []
         promise.why = why
+        self._owe_report(key, why)
         return [*self._unpin(key, promise), PromiseBroken(why)]
 
     def _end(self, key: Key, event: str) -> list[PromiseEffect[Item]]:
@@ -414,6 +439,7 @@ class Promises(Generic[Key, Item]):
         if promise is None or not promise.enter(event):
             return []
         del self._promises[key]
+        self._unreported.pop(key, None)
         return self._unpin(key, promise)
 
     def _unpin(self, key: Key, promise: Promise[Item]) -> list[PromiseEffect[Item]]:

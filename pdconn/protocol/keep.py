@@ -10,12 +10,21 @@ first two, and the answer has the third::
 ``used`` is true if this turn has come back to what was kept for it.  ``broken`` is there if an
 earlier promise of the session was broken, and tells why; ``refused`` if nothing is kept.
 
+The sessions of others that a request has displaced do not see its answer.  An answer that only a
+router reads (a ticket for the whole prompt, or a prefetch) therefore has a list beside ``kept``::
+
+    "broken": [{"session": "agent-9", "tenant": "a", "why": "room"}]     or "store-room", of rows
+
+Each break is in one list, of at most ``MOST_REPORTED``; the next answer has the others.  A router
+tells the session with its next answer, whichever engine gives it.
+
 With a store ``rows`` is true if the turn's rows are kept, as far as they are there, and
 ``rows_broken`` tells why an earlier promise to keep rows was broken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +34,8 @@ from pdconn.protocol.ticket import ours_in
 MAX_SESSION = 128
 """Characters of a session's name, and of a tenant's."""
 MAX_KEEP_S = 86_400.0
+MOST_REPORTED = 16
+"""Broken promises that one answer reports."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -95,6 +106,33 @@ def is_prefetch(params: object) -> bool:
     if type(asked) is not bool:
         raise TicketError("pdconn.prefetch", "true or false", asked)
     return asked
+
+
+def reports_broken(params: object) -> bool:
+    """Whether the answer to a request may name other sessions: no client sees it.
+
+    >>> reports_broken({"do_remote_decode": True}), reports_broken({"do_remote_prefill": True})
+    (True, False)
+    >>> reports_broken({"do_remote_decode": True, "pdconn": {"lend": 9}})
+    False
+    """
+    ours = ours_in(params)
+    if "lend" in ours:  # of such an answer a router reads the ticket only
+        return False
+    is_lent = isinstance(params, dict) and params.get("do_remote_decode") is True
+    return is_lent or ours.get("prefetch") is True
+
+
+def with_broken(
+    params: dict[str, Any] | None, broken: Iterable[tuple[SessionKey, str]]
+) -> dict[str, Any] | None:
+    """The answer's parameters, with sessions whose promises were broken, and why.
+
+    >>> with_broken(None, [(SessionKey("a", "s"), "room")])
+    {'pdconn': {'broken': [{'session': 's', 'tenant': 'a', 'why': 'room'}]}}
+    """
+    named = [{"session": key.session, "tenant": key.tenant, "why": str(why)} for key, why in broken]
+    return {"pdconn": {**ours_in(params), "broken": named}} if named else params
 
 
 def kept_params(

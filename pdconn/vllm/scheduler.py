@@ -105,9 +105,14 @@ def _united(params: list[dict[str, Any]]) -> dict[str, Any] | None:
         return params[0] if params else None
     ours: dict[str, Any] = {}
     for name, value in (item for one in reversed(params) for item in ours_in(one).items()):
-        # Two parts may tell of one session: of its blocks, and of its rows.
-        both = isinstance(value, dict) and isinstance(ours.get(name), dict)
-        ours[name] = {**ours[name], **value} if both else value
+        # Two parts may tell of one session, and of others: of their blocks, and of their rows.
+        match ours.get(name), value:
+            case dict(known), dict():
+                ours[name] = {**known, **value}
+            case list(known), list():
+                ours[name] = [*known, *value]
+            case _:
+                ours[name] = value
     return {**params[0], "pdconn": ours}
 
 

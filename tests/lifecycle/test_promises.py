@@ -104,6 +104,28 @@ def test_a_broken_promise_is_told_once_and_forgotten_when_its_time_would_be_up()
     assert (len(promises), promises.tell(B1)) == (0, None)
 
 
+def test_a_broken_promise_is_reported_once_and_told_all_the_same() -> None:
+    promises = kept_of((A1, 3), (B1, 3), (C1, 3))
+    promises.make_room(9)
+    assert promises.tell(B1) is BreakReason.ROOM
+    assert promises.take_unreported(1) == [(A1, BreakReason.ROOM)]
+    assert promises.take_unreported(9) == [(C1, BreakReason.ROOM)], "who was told needs no report"
+    assert promises.take_unreported(9) == []
+    assert promises.tell(A1) is BreakReason.ROOM
+
+
+def test_promises_that_the_bound_of_their_number_ended_are_reported_as_many_as_there_may_be() -> (
+    None
+):
+    most = 3
+    limits = PromiseLimits(size=12, tenant_size=12, seconds=100.0, most=most)
+    keys = [Key("a", str(number)) for number in range(8)]
+    promises = kept_of(*((key, 1) for key in keys), limits=limits)
+    assert [promises.tell(key) for key in keys] == [None] * len(keys)
+    reported = [key for key, _ in promises.take_unreported(99)]
+    assert reported == keys[:-most][-most:], "the last ones that were broken"
+
+
 def test_a_promise_is_used_once_and_not_if_it_was_broken() -> None:
     promises = kept_of((A1, 3))
     assert [promises.use(A1), promises.use(A1), promises.use(B1)] == [True, False, False]
@@ -169,6 +191,23 @@ class ForgetsToTell(Promises[Key, int]):
         return None
 
 
+class NeverReports(Promises[Key, int]):
+    """Tells sessions that come back, and no others."""
+
+    def take_unreported(self, most: int) -> list[tuple[Key, BreakReason]]:
+        return []
+
+
+class ReportsAgain(Promises[Key, int]):
+    """Reports what it has reported before."""
+
+    def take_unreported(self, most: int) -> list[tuple[Key, BreakReason]]:
+        before = dict(self._unreported)
+        taken = super().take_unreported(most)
+        self._unreported = before
+        return taken
+
+
 class KeepsWithoutEnd(Promises[Key, int]):
     """Has no bound for a tenant and the engine."""
 
@@ -210,6 +249,7 @@ class Pool:
 
     pins: dict[int, tuple[int, ...]] = field(default_factory=dict)
     owed: dict[Key, float] = field(default_factory=dict)
+    reported: set[Key] = field(default_factory=set)
 
     def held(self) -> set[int]:
         return {block for blocks in self.pins.values() for block in blocks}
@@ -249,6 +289,7 @@ class PromiseMachine(RuleBasedStateMachine):
         assert broken >= len(newly), "broken, and not counted"
         for key in newly:
             self.pool.owed[key] = next(one.until for each, one in self.promises if each == key)
+            self.pool.reported.discard(key)
         # Those that the bound of their number ended are counted, and owed nothing.
         self.pool.owed = {key: until for key, until in self.pool.owed.items() if key in after}
 
@@ -307,6 +348,15 @@ class PromiseMachine(RuleBasedStateMachine):
         why, owed = self.promises.tell(key), self.pool.owed.pop(key, None)
         assert (why is not None) == (owed is not None), "a broken promise is told once"
 
+    @rule(most=st.integers(1, 9))
+    def report(self, most: int) -> None:
+        taken = [key for key, _ in self.promises.take_unreported(most)]
+        owed = {key for key in taken if key in self.pool.owed}
+        assert not owed & self.pool.reported, "reported twice"
+        self.pool.reported |= owed
+        if len(taken) < most:
+            assert self.pool.owed.keys() <= self.pool.reported, "broken, and not reported"
+
     @rule(gone=st.sets(st.integers(1, 30), max_size=3))
     def lose(self, gone: set[int]) -> None:
         """Items go all the same: whoever kept one is owed a word, and all else stays."""
@@ -345,7 +395,16 @@ def test_promises_are_kept_or_told_and_leave_nothing() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [UnpinsFirst, ForgetsToTell, KeepsWithoutEnd, NeverExpires, GivesNoRoom, KeepsWhatIsGone],
+    [
+        UnpinsFirst,
+        ForgetsToTell,
+        NeverReports,
+        ReportsAgain,
+        KeepsWithoutEnd,
+        NeverExpires,
+        GivesNoRoom,
+        KeepsWhatIsGone,
+    ],
 )
 def test_those_laws_notice_promises_that_break_them(broken: type[Promises[Key, int]]) -> None:
     class BrokenMachine(PromiseMachine):

@@ -143,6 +143,15 @@ def test_what_two_parts_say_of_one_session_is_united() -> None:
     assert half.request_finished(request(), ([1, 2],)) == united
 
 
+def test_what_two_parts_report_of_other_sessions_is_one_list() -> None:
+    half, made = parts()
+    for name in ("lending", "storing"):
+        said = {"pdconn": {"broken": [{"session": name}]}}
+        made[name].request_finished = lambda *_, said=said: said
+    united = {"pdconn": {"broken": [{"session": "storing"}, {"session": "lending"}]}}
+    assert half.request_finished(request(), ([1, 2],)) == united
+
+
 def test_a_promise_lapses_when_vllm_asks_again_or_the_request_leaves() -> None:
     """The store's, when a ticket answers later: both would write to the same blocks."""
     half, made = parts(storing=(32, True))

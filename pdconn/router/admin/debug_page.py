@@ -210,7 +210,11 @@ class DebugPage:
 def _session(session: SessionName, known: KnownSession) -> dict[str, object]:
     """A session: the engines that keep it, for how long, and what became of its promises."""
     now = time.monotonic()
-    kept = {engine: until - now for engine, until in known.keepers.items() if until > now}
+    kept = {
+        engine: keeper.until - now
+        for engine, keeper in known.keepers.items()
+        if keeper.keeps_blocks(now)
+    }
     return {
         "session": session.name,
         "tenant": session.tenant,
@@ -219,7 +223,7 @@ def _session(session: SessionName, known: KnownSession) -> dict[str, object]:
         "kept_tokens": known.tokens if kept else 0,
         "kept_at": {engine: round(left_s, 3) for engine, left_s in kept.items()},
         "promises": {end.value: count for end, count in known.ends.items()},
-        "broken": known.broken,
+        "broken": ", ".join(known.untold or known.broken) or None,
     }
 
 

@@ -127,7 +127,7 @@ class RouterApp:
             reader=reader,
             deadline_s=deadline_s,
             began=began,
-            more=told_headers(served.routed),
+            more=told_headers(served.routed, self.api.handover.router.sessions),
         )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"

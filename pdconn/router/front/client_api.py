@@ -61,6 +61,7 @@ from pdconn.router.router_errors import (
 )
 from pdconn.router.routing.request_events import Event, Received, TurnKept
 from pdconn.router.routing.routed_request import RoutedRequest
+from pdconn.router.routing.session_table import SessionTable
 from pdconn.router.tracing.spans import NOT_TRACED, RequestSpans, Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
 from transport.errors import shown
@@ -68,6 +69,8 @@ from transport.errors import shown
 log = logging.getLogger(__name__)
 
 _ACCEPTED = 202
+_MAX_WHY = 40
+"""Characters of an engine's reason in a header."""
 PREFETCH, RELEASE = "/v1/kv/prefetch", "/v1/kv/release"
 MODELS, MODEL = "/v1/models", "/v1/models/{name}"
 
@@ -387,16 +390,18 @@ class ClientApi(Generic[A]):
         return request_id, headers
 
 
-def told_headers(routed: RoutedRequest | None) -> dict[str, str]:
-    """Headers that tell a client what prefill keeps of its session, and what was broken."""
-    event = None if routed is None else routed.last(TurnKept)
-    if event is None:
+def told_headers(routed: RoutedRequest | None, sessions: SessionTable) -> dict[str, str]:
+    """Headers that tell a client what prefill keeps of its session, and what was broken.
+
+    They are made once an answer begins: what was broken is told once.
+    """
+    if routed is None or routed.session is None:
         return {}
-    report = event.report
-    # An engine's word, of which a header takes only letters.
-    why = report.all_broken
-    broken = {} if why is None else {BROKEN_HEADER: shown(why, 40).strip("'")}
-    return {KEPT_HEADER: str(report.tokens), **broken}
+    event = routed.last(TurnKept)
+    kept = {} if event is None else {KEPT_HEADER: str(event.report.tokens)}
+    # Engines' words, of which a header takes only letters.
+    whys = [shown(why, _MAX_WHY).strip("'") for why in sessions.take_untold(routed.session.session)]
+    return {**kept, BROKEN_HEADER: ", ".join(whys)} if whys else kept
 
 
 def _same(name: str | None) -> str | None:

@@ -32,7 +32,7 @@ from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.metric_table import PrefetchEnd
 from pdconn.router.openai.bodies import find_ticket, find_usage, prefetch_body, release_body
 from pdconn.router.openai.requests import Route, to_rank
-from pdconn.router.openai.session_orders import SessionName, SessionOrder, split_kept
+from pdconn.router.openai.session_orders import SessionName, SessionOrder, split_reports
 from pdconn.router.router_errors import EngineFailure, NoEngineLeft, TooManyPrefetches
 from pdconn.router.router_metrics import RouterMetrics
 from pdconn.router.router_options import CheckedSettings, number, option, seconds
@@ -294,11 +294,12 @@ class Prefetches:
         return PrefetchEnd.DONE
 
     def _note_kept(self, request: RoutedRequest, engine: str, whole: bytes) -> None:
-        _, kept = split_kept(find_ticket(whole))
-        if kept is not None:
-            event = TurnKept(engine, kept)
+        _, reports = split_reports(find_ticket(whole))
+        if reports.kept is not None:
+            event = TurnKept(engine, reports.kept)
             request.note(event)
             self._router.sessions.saw(request, event)
+        self._router.sessions.note_broken(engine, reports.broken)
 
     def _give_back(self, client: str) -> None:
         self._of_client[client] -= 1

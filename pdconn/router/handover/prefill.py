@@ -31,7 +31,7 @@ from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.bodies import find_ticket, find_usage, prefill_body, with_tokens
 from pdconn.router.openai.requests import Direct, Route, to_rank
-from pdconn.router.openai.session_orders import split_kept
+from pdconn.router.openai.session_orders import split_reports
 from pdconn.router.pulls.prefill_patience import PrefillPatience
 from pdconn.router.router_errors import EngineFailure, NoEngineLeft
 from pdconn.router.routing.decide import RequestRouter
@@ -315,9 +315,10 @@ class Prefill:
         """
         request, engine = tried.request, tried.candidate.engine
         self.tries.engines.rests.note_success(engine)
-        request.ticket, kept = split_kept(find_ticket(answer.whole))
-        if kept is not None and request.session is not None:
-            request.note(TurnKept(engine, kept))
+        request.ticket, reports = split_reports(find_ticket(answer.whole))
+        if reports.kept is not None and request.session is not None:
+            request.note(TurnKept(engine, reports.kept))
+        self.router.sessions.note_broken(engine, reports.broken)
         usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
         event = Prefilled(
             tried.began,

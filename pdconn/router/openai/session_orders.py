@@ -30,8 +30,10 @@ SESSION_FIELD, SESSION_HEADER = "session_id", "X-Session-ID"
 KEEP_FIELD, KEEP_HEADER = "keep", "X-Session-Keep"
 RELEASE_FIELD, RELEASE_HEADER = "release", "X-Session-Release"
 KEPT_HEADER, BROKEN_HEADER = "X-Session-Kept", "X-Session-Broken"
-"""Headers of the answer: tokens that prefill keeps now, and why an earlier promise was broken."""
+"""Headers of the answer: tokens that prefill keeps now, and why earlier promises were broken."""
 
+OF_STORE = "store-"
+"""Prefix of a reason, where it is rows that are not kept any more."""
 MAX_SESSION = 128
 """Characters of a session's name."""
 MAX_KEEP_S = 86_400.0
@@ -219,32 +221,49 @@ class KeptReport(msgspec.Struct):
         return self.refused is None or self.rows
 
     @property
-    def all_broken(self) -> str | None:
-        """Why promises were broken, those of rows with a prefix; None if none was."""
-        rows = None if self.rows_broken is None else f"store-{self.rows_broken}"
-        return ", ".join(why for why in (self.broken, rows) if why is not None) or None
+    def all_broken(self) -> tuple[str, ...]:
+        """Why promises were broken, those of rows with a prefix."""
+        rows = None if self.rows_broken is None else f"{OF_STORE}{self.rows_broken}"
+        return tuple(why for why in (self.broken, rows) if why is not None)
 
 
-class _Ours(msgspec.Struct):
+class BrokenReport(msgspec.Struct):
+    """What an engine's answer to any request tells of a session, whose promise was broken."""
+
+    session: str
+    why: str
+    tenant: str = ""
+
+    @property
+    def name(self) -> SessionName:
+        """The session."""
+        return SessionName(self.tenant, self.session)
+
+
+class SessionReports(msgspec.Struct):
+    """What an engine's answer tells of sessions: of the request's own, and of others."""
+
     kept: KeptReport | None = None
+    broken: list[BrokenReport] = []
 
 
 class _OfTicket(msgspec.Struct):
     do_remote_prefill: bool = False
-    pdconn: _Ours | None = None
+    pdconn: SessionReports | None = None
 
 
-def split_kept(ticket: Raw | None) -> tuple[Raw | None, KeptReport | None]:
-    """An answer's ``kv_transfer_params`` as a ticket, and what they tell of the session.
+def split_reports(ticket: Raw | None) -> tuple[Raw | None, SessionReports]:
+    """An answer's ``kv_transfer_params`` as a ticket, and what they tell of sessions.
 
-    >>> split_kept(Raw(b'{"pdconn": {"kept": {"session": "s", "tokens": 9}}}'))[1].tokens
+    >>> split_reports(Raw(b'{"pdconn": {"kept": {"session": "s", "tokens": 9}}}'))[1].kept.tokens
     9
     """
     if ticket is None:
-        return None, None
+        return None, SessionReports()
     try:
         found = msgspec.json.decode(ticket, type=_OfTicket)
     except UNREADABLE:
-        return ticket, None
-    kept = None if found.pdconn is None else found.pdconn.kept
-    return (ticket if kept is None or found.do_remote_prefill else None), kept
+        return ticket, SessionReports()
+    reports = found.pdconn or SessionReports()
+    has_none = reports.kept is None and not reports.broken
+    return (ticket if has_none or found.do_remote_prefill else None), reports

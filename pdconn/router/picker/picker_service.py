@@ -156,9 +156,11 @@ class PickerService:
         answered: Answered[Pick],
     ) -> tuple[int | None, RequestEnd]:
         answer, request_id = answered
-        ours = {REQUEST_ID_HEADER: request_id, **told_headers(served.routed)}
-        if not isinstance(answer, Pick) and answer.engine is not None:
-            ours |= self._naming(answer.engine)
+        ours = {REQUEST_ID_HEADER: request_id}
+        if not isinstance(answer, Pick):
+            ours |= self._telling(served)
+            if answer.engine is not None:
+                ours |= self._naming(answer.engine)
         # 1. The picker's own answer, or an engine's refusal.
         if isinstance(answer, Listing):
             await exchange.refuse(answer.status, {**answer.headers, **ours}, answer.body)
@@ -199,7 +201,7 @@ class PickerService:
                 status = int(head.pseudo["status"])
                 pick.answer_began(AnswerHead(status, head.headers.get("Retry-After")), engine)
                 end = self._end(served, status, head.headers)
-                headers = ours | self._naming(engine or pick.engines[0])
+                headers = ours | self._naming(engine or pick.engines[0]) | self._telling(served)
             goes_on = await exchange.go_on(message, headers)
             if not goes_on or (status is not None and self._is_draining):
                 break
@@ -209,6 +211,9 @@ class PickerService:
 
     def _naming(self, engine: str) -> dict[str, str]:
         return {ENGINE_HEADER: engine} if self._api.config.listen.show_engines else {}
+
+    def _telling(self, served: Served) -> dict[str, str]:
+        return told_headers(served.routed, self._api.handover.router.sessions)
 
     def _end(self, served: Served, status: int, headers: CIMultiDict[str]) -> RequestEnd:
         return end_of(

@@ -158,12 +158,11 @@ class TurnKept(Event):
 
     @property
     def ends(self) -> list[PromiseEnd]:
-        """What became of the session's promises."""
+        """What became of the session's promises, beside those that were broken."""
         report = self.report
         told = {
             PromiseEnd.MADE: report.is_kept,
             PromiseEnd.USED: report.used,
-            PromiseEnd.BROKEN: report.all_broken is not None,
             PromiseEnd.REFUSED: not report.is_kept,
         }
         return [end for end, is_so in told.items() if is_so]

@@ -4,26 +4,52 @@ A session's name is a hint, never a proof: it says which engine to ask first whe
 not see what caches hold, and whom to ask for a release.  What a prompt hits is decided by its
 tokens, at the engine.
 
+Engines report promises that they have broken in any answer that the router reads, since the next
+turn may go elsewhere.  The table tells the session with its next answer, whichever engine gives it,
+and once: an engine that the session comes back to reports its own promise again.
+
 The table is bounded.  A new name takes the place of the oldest one of its own tenant, if that one
 has as many as others may have, else of the tenant that has most.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pdconn.router.metric_table import PromiseEnd
-from pdconn.router.openai.session_orders import SessionName, SessionOrder
+from pdconn.router.openai.session_orders import OF_STORE, BrokenReport, SessionName, SessionOrder
 from pdconn.router.routing.request_events import Event, RequestEnded, TurnKept
 from pdconn.router.routing.routed_request import RoutedRequest
 
 MOST_SESSIONS = 10_000
 MOST_KEEPERS = 8
 """Engines of one session that are remembered."""
+MOST_REPORTED = 64
+"""Broken promises that are read of one answer; an engine reports fewer."""
+MOST_REASONS = 8
+"""Reasons that are remembered of one engine, or for one answer; there are six."""
+
+
+@dataclass(slots=True)
+class SessionKeeper:
+    """An engine that was asked to keep a session.
+
+    Attributes:
+        until: it was asked to, by ``time.monotonic``.
+        broken: why its promises were broken, by answers to other requests.
+    """
+
+    until: float
+    broken: set[str] = field(default_factory=set)
+
+    def keeps_blocks(self, now: float) -> bool:
+        """Whether it should keep the session's blocks."""
+        return self.until > now and all(why.startswith(OF_STORE) for why in self.broken)
 
 
 @dataclass(slots=True)
@@ -33,18 +59,20 @@ class KnownSession:
     Attributes:
         seen_s: when its last turn ended, by ``time.monotonic``.
         turns: that have ended.
-        keepers: by engine, until when it keeps the session, by ``time.monotonic``; oldest first.
+        keepers: by engine; oldest first.
         tokens: that prefill keeps, by its last answer.
         ends: what became of its promises.
-        broken: why the last promise was broken, by the last answer; None if it was not.
+        untold: why promises were broken, for its next answer.
+        broken: as the last answer told; empty if it told of none.
     """
 
     seen_s: float
     turns: int = 0
-    keepers: dict[str, float] = field(default_factory=dict)
+    keepers: dict[str, SessionKeeper] = field(default_factory=dict)
     tokens: int = 0
     ends: Counter[PromiseEnd] = field(default_factory=Counter)
-    broken: str | None = None
+    untold: list[str] = field(default_factory=list)
+    broken: tuple[str, ...] = ()
 
 
 class SessionTable:
@@ -88,7 +116,8 @@ class SessionTable:
     def tokens_kept_at(self, session: SessionName, engine: str) -> int:
         """Tokens that a prefill engine should keep of a session, by its last answer."""
         known = self.find_session(session)
-        if known is None or known.keepers.get(engine, 0.0) <= self._clock():
+        keeper = None if known is None else known.keepers.get(engine)
+        if known is None or keeper is None or not keeper.keeps_blocks(self._clock()):
             return 0
         return known.tokens
 
@@ -98,8 +127,8 @@ class SessionTable:
         now = self._clock()
         for sessions in self._tenants.values():
             for known in sessions.values():
-                for engine, until in known.keepers.items():
-                    kept[engine] += known.tokens if until > now else 0
+                for engine, keeper in known.keepers.items():
+                    kept[engine] += known.tokens if keeper.keeps_blocks(now) else 0
         return kept
 
     def ask_to_keep(self, order: SessionOrder | None, engine: str) -> dict[str, object] | None:
@@ -107,9 +136,11 @@ class SessionTable:
         if order is None or order.keep_s is None:
             return None
         known = self._known(order.session)
-        known.keepers.pop(engine, None)
+        before = known.keepers.pop(engine, None)
         if order.keep_s > 0:
-            known.keepers[engine] = self._clock() + order.keep_s
+            # Until the engine answers, an earlier promise may still be reported as broken.
+            broken = set() if before is None else before.broken
+            known.keepers[engine] = SessionKeeper(self._clock() + order.keep_s, broken)
         while len(known.keepers) > MOST_KEEPERS:
             del known.keepers[next(iter(known.keepers))]
         return order.to_params()
@@ -120,7 +151,38 @@ class SessionTable:
         if known is None:
             return ()
         keepers, known.keepers, known.tokens = known.keepers, {}, 0
-        return tuple(engine for engine, until in keepers.items() if until > now)
+        known.untold = []
+        return tuple(engine for engine, keeper in keepers.items() if keeper.until > now)
+
+    def note_broken(self, engine: str, reports: Iterable[BrokenReport]) -> None:
+        """Note promises that an engine has broken, as its answer to any request reports.
+
+        What is reported of sessions that are not known, or that the engine was not asked to keep,
+        is dropped.
+        """
+        now = self._clock()
+        for report in itertools.islice(reports, MOST_REPORTED):
+            known = self.find_session(report.name)
+            keeper = None if known is None else known.keepers.get(engine)
+            if known is None or keeper is None or keeper.until <= now:
+                continue
+            if report.why not in keeper.broken and len(keeper.broken) < MOST_REASONS:
+                keeper.broken.add(report.why)
+                self._note_end_broken(known, report.why)
+
+    def take_untold(self, session: SessionName) -> tuple[str, ...]:
+        """Why promises of a session were broken since its last answer; each is told once."""
+        known = self.find_session(session)
+        if known is None:
+            return ()
+        known.broken, known.untold = tuple(known.untold), []
+        return known.broken
+
+    def _note_end_broken(self, known: KnownSession, why: str) -> None:
+        known.ends[PromiseEnd.BROKEN] += 1
+        self.when_told(PromiseEnd.BROKEN)
+        if why not in known.untold and len(known.untold) < MOST_REASONS:
+            known.untold.append(why)
 
     def saw(self, request: RoutedRequest, event: Event) -> None:
         """Note an event of a request with a session."""
@@ -132,8 +194,13 @@ class SessionTable:
             known.ends.update(event.ends)
             for end in event.ends:
                 self.when_told(end)
+            keeper = known.keepers.get(event.engine) or SessionKeeper(0.0)
+            for why in event.report.all_broken:
+                if why not in keeper.broken:  # else another answer has reported it before
+                    self._note_end_broken(known, why)
+            keeper.broken.clear()
             if event.is_prefill:
-                known.tokens, known.broken = event.report.tokens, event.report.all_broken
+                known.tokens = event.report.tokens
         else:
             known.turns += 1
 

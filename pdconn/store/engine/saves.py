@@ -21,6 +21,7 @@ still there.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Keeper:
         self._counts: Counter[str] = Counter()
         self._usage: dict[str, int] = {}
         self._broken: dict[SessionKey, BreakReason] = {}
+        self._unreported: dict[SessionKey, BreakReason] = {}
         worker.start_thread()
 
     def is_wanted(self, name: RowName) -> bool:
@@ -181,7 +183,15 @@ class Keeper:
     def take_broken(self, key: SessionKey) -> BreakReason | None:
         """Why rows that were kept for a session are gone; None if none are, or it was told."""
         self.take_reports()
+        self._unreported.pop(key, None)
         return self._broken.pop(key, None)
+
+    def take_unreported(self, most: int) -> list[tuple[SessionKey, BreakReason]]:
+        """Sessions that lost rows which were kept, as neither reported nor told yet; each once."""
+        taken = list(itertools.islice(self._unreported.items(), most))
+        for key, _ in taken:
+            del self._unreported[key]
+        return taken
 
     def rows_failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
         """Report rows that could not be read, and damaged ones, which are removed."""
@@ -236,9 +246,10 @@ class Keeper:
         self._saving.difference_update(report.settled)
         self._counts.update(report.counts)
         self._usage = report.usage
-        self._broken.update(report.broken)
-        while len(self._broken) > MAX_TOLD:
-            del self._broken[next(iter(self._broken))]
+        for table in (self._broken, self._unreported):
+            table.update(report.broken)
+            while len(table) > MAX_TOLD:
+                del table[next(iter(table))]
         if report.namespace != self._namespace:  # from before a reset
             return
         for name in report.committed:

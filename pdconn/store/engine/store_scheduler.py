@@ -248,6 +248,10 @@ class StoreScheduler:
         """Why rows that were kept for a session are gone; None if it needs not be told."""
         return self._keeper.take_broken(key)
 
+    def take_unreported(self, most: int) -> list[tuple[SessionKey, BreakReason]]:
+        """Sessions that lost rows which were kept, and why, for a router; each is taken once."""
+        return self._keeper.take_unreported(most)
+
     # A step
 
     def take_commands(self) -> list[StoreCommand]:

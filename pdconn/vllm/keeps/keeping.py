@@ -40,7 +40,15 @@ from pdconn.lifecycle.promises import (
     Unpin,
 )
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.keep import KeepOrder, SessionKey, keep_of, kept_params
+from pdconn.protocol.keep import (
+    MOST_REPORTED,
+    KeepOrder,
+    SessionKey,
+    keep_of,
+    kept_params,
+    reports_broken,
+    with_broken,
+)
 from pdconn.vllm.blocks.transferred import TransferBlocks
 from pdconn.vllm.keeps.needs import BlockNeeds
 from pdconn.vllm.metadata import PdMetadata
@@ -137,17 +145,37 @@ class Keeping(SchedulerPart):
         """Keep what a finished request leaves, if it has asked for that.
 
         Returns:
-            Parameters that tell the tokens that are kept, and why an earlier promise was broken.
+            Parameters that tell the tokens that are kept, and why an earlier promise was broken;
+            for a router also those of other sessions.
         """
         self._needs.note_finished(request.request_id)
         order = self._orders.pop(request.request_id, None)
         used = request.request_id in self._used
         self._used.discard(request.request_id)
-        if order is None or self._promises is None or not num_computed:
+        if self._promises is None:
             return None
+        kept = None
+        if order is not None and num_computed:
+            kept = self._keep_turn(self._promises, request, order, num_computed, used=used)
+        # An answer of an aborted request is not read.
+        if not num_computed or not reports_broken(request.kv_transfer_params):
+            return kept
+        # Last, with those that had to give way for this turn.
+        return with_broken(kept, self._promises.take_unreported(MOST_REPORTED))
+
+    def _keep_turn(
+        self,
+        promises: Promises[SessionKey, int],
+        request: Any,
+        order: KeepOrder,
+        num_computed: int,
+        *,
+        used: bool,
+    ) -> dict[str, Any]:
+        """Keep what a turn leaves; returns what the answer tells of it."""
         held, num_tokens = blocks_of_hit(self._needs.manager, request, num_computed)
-        broken = self._promises.tell(order.key)
-        effects = self._promises.keep(order.key, held, order.seconds, self._clock())
+        broken = promises.tell(order.key)
+        effects = promises.keep(order.key, held, order.seconds, self._clock())
         self._perform(effects)
         refused = None if any(isinstance(e, Pin) for e in effects) else NOT_CACHED
         if any(isinstance(effect, KeepRefused) for effect in effects):

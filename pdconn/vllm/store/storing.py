@@ -25,7 +25,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.keep import KeepOrder, keep_of, kept_rows_params
+from pdconn.protocol.keep import (
+    MOST_REPORTED,
+    KeepOrder,
+    keep_of,
+    kept_rows_params,
+    reports_broken,
+    with_broken,
+)
 from pdconn.protocol.ticket import trimmed
 from pdconn.store.engine.beside import BesideOffer, PullOutlook
 from pdconn.store.engine.build import build_scheduler
@@ -355,7 +362,10 @@ class Storing(SchedulerPart):
             is_kept = self._store.keep_turn(request.request_id, known.order, num_computed)
             kept = kept_rows_params(known.order.key.session, kept=is_kept, broken=broken)
         self._store.request_finished(request.request_id)
-        return kept
+        if not num_computed or not reports_broken(request.kv_transfer_params):
+            return kept
+        broken_rows = self._store.take_unreported(MOST_REPORTED)
+        return with_broken(kept, ((key, f"store-{why}") for key, why in broken_rows))
 
     def _forget(self, request_id: str) -> _KnownRequest | None:
         """Drop a request; returns what was known of it."""

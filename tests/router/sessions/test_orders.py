@@ -16,6 +16,7 @@ from pdconn.protocol.keep import (
     SessionKey,
     is_prefetch,
     keep_of,
+    with_broken,
 )
 from pdconn.router.openai import session_orders
 from pdconn.router.openai.bodies import decode_body, prefetch_body, prefill_body, release_body
@@ -24,7 +25,8 @@ from pdconn.router.openai.session_orders import (
     KeptReport,
     SessionName,
     SessionOrder,
-    split_kept,
+    SessionReports,
+    split_reports,
     take_order,
     tenant_of,
 )
@@ -190,7 +192,16 @@ def test_what_an_engine_tells_of_a_session_is_no_ticket(
     ticket: bytes | None, is_ticket: bool, kept: KeptReport | None
 ) -> None:
     given = None if ticket is None else Raw(ticket)
-    assert split_kept(given) == (given if is_ticket else None, kept)
+    assert split_reports(given) == (given if is_ticket else None, SessionReports(kept))
+
+
+@pytest.mark.parametrize("is_ticket", [True, False])
+def test_what_an_engine_tells_of_other_sessions_is_no_ticket_either(is_ticket: bool) -> None:
+    params = with_broken(None, [(SessionKey("a", "s"), "room")])
+    given = Raw(json.dumps({**(params or {}), "do_remote_prefill": is_ticket}).encode())
+    ticket, reports = split_reports(given)
+    assert (ticket is not None, reports.kept) == (is_ticket, None)
+    assert [(one.name, one.why) for one in reports.broken] == [(SessionName("a", "s"), "room")]
 
 
 @pytest.mark.parametrize(
@@ -213,14 +224,14 @@ def test_a_body_without_a_prompt_is_none_of_a_route() -> None:
 @pytest.mark.parametrize(
     ("report", "why", "is_kept"),
     [
-        (KeptReport(9), None, True),
-        (KeptReport(9, broken="room"), "room", True),
-        (KeptReport(0, refused="share"), None, False),
-        (KeptReport(0, refused="share", rows=True, rows_broken="room"), "store-room", True),
-        (KeptReport(9, broken="room", rows_broken="reset"), "room, store-reset", True),
+        (KeptReport(9), (), True),
+        (KeptReport(9, broken="room"), ("room",), True),
+        (KeptReport(0, refused="share"), (), False),
+        (KeptReport(0, refused="share", rows=True, rows_broken="room"), ("store-room",), True),
+        (KeptReport(9, broken="room", rows_broken="reset"), ("room", "store-reset"), True),
     ],
 )
 def test_a_session_is_told_of_blocks_and_of_rows(
-    report: KeptReport, why: str | None, is_kept: bool
+    report: KeptReport, why: tuple[str, ...], is_kept: bool
 ) -> None:
     assert (report.all_broken, report.is_kept) == (why, is_kept)

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from pdconn.router.metric_table import PrefetchEnd
 from pdconn.router.openai.requests import RANK_HEADER
+from pdconn.router.routing.session_table import SessionTable
 from tests.fakes.deployment import Deployment, Reply, deployment
 from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import MODEL, FakeEngine, Seen
@@ -93,6 +94,75 @@ async def test_the_client_is_told_what_is_kept_and_that_a_promise_was_broken() -
         assert (shown["session"], shown["turns"], shown["kept_tokens"]) == ("agent", 2, 640)
         assert (state["num_sessions"], shown["broken"]) == (1, "room")
         assert set(shown["kept_at"]) == {made.prefill[0].url, made.decode[0].url}
+
+
+def displacing(engine: FakeEngine, seen: Seen, http: web.Request) -> Any:
+    """A prefill engine that reports the session to be broken, in answers to others."""
+    asked_by = (seen.ours.get("keep") or {}).get("session")
+    told = {"broken": [{"session": "agent", "tenant": "", "why": "share"}]}
+    return reporting(told if asked_by != "agent" else {})(engine, seen, http)
+
+
+def reporting(ours: dict[str, Any]) -> Any:
+    """A prefill engine whose tickets have this beside what they have."""
+
+    async def script(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+        answer = await engine.answer(seen, http)
+        assert isinstance(answer, web.Response)
+        assert isinstance(answer.body, bytes)
+        body = json.loads(answer.body)
+        params = body.get("kv_transfer_params") or {}
+        params["pdconn"] = {**params.get("pdconn", {}), **ours}
+        return web.json_response({**body, "kv_transfer_params": params})
+
+    return script
+
+
+async def told_elsewhere() -> tuple[list[str | None], float]:
+    """What the turns of a session are told that is kept at the first engine, and broken there.
+
+    The second and third one go to another engine; in between, the first has answered a stranger.
+    Also the router's count.
+    """
+    async with deployment(num_prefill=2, policy="round-robin") as made:
+        first = await made.complete(**SESSION)
+        [keeper] = [engine for engine in made.prefill if engine.seen]
+        [other] = [engine for engine in made.prefill if not engine.seen]
+        await made.complete()
+        keeper.script = displacing
+        await made.complete()
+        later = [await made.complete(**SESSION)]
+        await made.complete()
+        later.append(await made.complete(session_id="agent"))
+        assert (len(keeper.seen), len(other.seen)) == (3, 3)
+        broken = made.metric("promises_total", outcome="broken")
+        return [one.headers.get("X-Session-Broken") for one in (first, *later)], broken
+
+
+@in_loop
+async def test_a_session_that_comes_back_elsewhere_is_told_what_the_first_engine_broke() -> None:
+    assert await told_elsewhere() == ([None, "share", None], 1)
+
+
+@in_loop
+async def test_without_reports_in_answers_to_others_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(SessionTable, "note_broken", lambda self, engine, reports: None)
+    assert await told_elsewhere() == ([None, None, None], 0)
+
+
+@in_loop
+async def test_what_a_prefetch_is_told_reaches_the_next_answer() -> None:
+    async with deployment() as made:
+        await made.complete(**SESSION)
+        made.prefill[0].script = telling(tokens=9, broken="room")
+        await prefetch(made, **SESSION)
+        await until(lambda: made.metric("prefetches_total", outcome="done"))
+        made.prefill[0].script = None
+        reply = await made.complete(session_id="agent")
+        assert reply.headers["X-Session-Broken"] == "room"
 
 
 @in_loop

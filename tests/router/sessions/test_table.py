@@ -6,10 +6,20 @@ from multidict import CIMultiDict
 
 from pdconn.router.metric_table import PromiseEnd
 from pdconn.router.openai.requests import Route, parse_body
-from pdconn.router.openai.session_orders import KeptReport, SessionName, SessionOrder
+from pdconn.router.openai.session_orders import (
+    BrokenReport,
+    KeptReport,
+    SessionName,
+    SessionOrder,
+)
 from pdconn.router.routing.request_events import TurnKept
 from pdconn.router.routing.routed_request import RoutedRequest
-from pdconn.router.routing.session_table import MOST_KEEPERS, SessionTable
+from pdconn.router.routing.session_table import (
+    MOST_KEEPERS,
+    MOST_REASONS,
+    MOST_REPORTED,
+    SessionTable,
+)
 from transport.testing.inprocess.faults import ManualClock
 
 A = SessionName("a", "1")
@@ -88,5 +98,84 @@ def test_what_engines_tell_is_counted_once_and_shown() -> None:
     assert counted == [
         PromiseEnd.MADE, PromiseEnd.MADE, PromiseEnd.USED, PromiseEnd.BROKEN, PromiseEnd.REFUSED,
     ]  # fmt: skip
+    assert table.take_untold(A) == ("room",)
+    assert table.take_untold(A) == ()
     [(session, known)] = table.newest(9)
-    assert (session, known.ends[PromiseEnd.MADE], known.broken, known.tokens) == (A, 2, None, 0)
+    assert (session, known.ends[PromiseEnd.MADE], known.broken, known.tokens) == (A, 2, (), 0)
+
+
+# Broken promises
+
+
+def kept_at(*engines: str, clock: ManualClock | None = None) -> tuple[SessionTable, SessionOrder]:
+    """A session that these engines were asked to keep for a minute."""
+    table, order = SessionTable(clock=clock or ManualClock(0.0)), SessionOrder(A, 60.0)
+    for engine in engines:
+        table.ask_to_keep(order, engine)
+    told(table, order, KeptReport(320))
+    return table, order
+
+
+def broken(why: str = "room", name: SessionName = A) -> list[BrokenReport]:
+    return [BrokenReport(name.name, why, name.tenant)]
+
+
+def test_a_report_is_told_once_whichever_engine_answers_next_and_ends_the_hint() -> None:
+    table, _ = kept_at("p", "q")
+    table.note_broken("p", broken())
+    assert (table.tokens_kept_at(A, "p"), table.tokens_kept_at(A, "q")) == (0, 320)
+    assert table.tokens_kept() == {"p": 0, "q": 320}
+    assert table.take_untold(A) == ("room",)
+    assert table.take_untold(A) == ()
+
+
+def test_an_engine_that_reports_its_own_promise_again_is_neither_counted_nor_told_twice() -> None:
+    table, order = kept_at("p")
+    counted = list[PromiseEnd]()
+    table.when_told = counted.append
+    table.note_broken("p", broken())
+    table.note_broken("p", broken())
+    table.ask_to_keep(order, "p")  # the session is back where it was kept
+    assert table.take_untold(A) == ("room",)
+    told(table, order, KeptReport(320, broken="room"))
+    assert table.take_untold(A) == ()
+    assert counted == [PromiseEnd.BROKEN, PromiseEnd.MADE]
+    table.note_broken("p", broken())
+    assert table.take_untold(A) == ("room",), "the new promise was broken as well"
+
+
+def test_reasons_of_blocks_and_rows_of_several_engines_are_told_together() -> None:
+    table, _ = kept_at("p", "q")
+    table.note_broken("p", broken("store-room"))
+    assert table.tokens_kept_at(A, "p") == 320, "its blocks are kept"
+    table.note_broken("q", broken("share"))
+    assert table.take_untold(A) == ("store-room", "share")
+
+
+def test_what_no_promise_explains_is_not_told() -> None:
+    clock = ManualClock(0.0)
+    table, _ = kept_at("p", clock=clock)
+    table.note_broken("stranger", broken())
+    table.note_broken("p", broken(name=SessionName("b", "1")))
+    table.note_broken("p", broken(name=SessionName("", "unknown")))
+    clock.advance(60.0)
+    table.note_broken("p", broken())
+    assert table.take_untold(A) == ()
+    assert len(table) == 1, "a report makes no session known"
+
+
+def test_a_release_leaves_nothing_to_tell() -> None:
+    table, _ = kept_at("p")
+    table.note_broken("p", broken())
+    table.release(A)
+    assert table.take_untold(A) == ()
+
+
+def test_an_engine_that_reports_without_end_is_bounded() -> None:
+    table, _ = kept_at("p")
+    table.note_broken("p", [one for n in range(1000) for one in broken(f"why {n}")])
+    assert len(table.take_untold(A)) == MOST_REASONS
+    late = [BrokenReport("x", "room", "y")] * MOST_REPORTED + broken("late")
+    table, _ = kept_at("p")
+    table.note_broken("p", late)
+    assert table.take_untold(A) == ()

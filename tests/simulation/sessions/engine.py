@@ -76,12 +76,12 @@ class Answer:
     Attributes:
         cached: tokens of its prompt that the engine's own cache had.
         tokens: of the answer.
-        kept: under ``pdconn.kept`` of its parameters.
+        told: under ``pdconn`` of its parameters.
     """
 
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
-    kept: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -249,7 +249,7 @@ class SessionEngine:
                 del self._asked[one.request_id]
                 self._pulling.discard(one.request_id)
                 params = one.kv_transfer_params or {}
-                answer.kept = (params.get("pdconn") or {}).get("kept") or {}
+                answer.told = params.get("pdconn") or {}
                 self.counts["preempted"] += asked.request.num_preemptions
                 self._world.at(0.0, partial(asked.on_end, answer))
         self._step()

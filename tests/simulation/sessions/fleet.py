@@ -23,7 +23,7 @@ from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.loads import LoadPoller, LoadReading
 from pdconn.router.fleet.member import Member, Role
 from pdconn.router.openai.requests import Route, parse_body
-from pdconn.router.openai.session_orders import KeptReport, SessionName, SessionOrder
+from pdconn.router.openai.session_orders import SessionName, SessionOrder, SessionReports
 from pdconn.router.prefix.hashing import NOTHING, HashScheme
 from pdconn.router.prefix.kv_events import Batch, decode_batch
 from pdconn.router.routing.decide import RequestRouter
@@ -98,7 +98,7 @@ class Turn:
         earlier, new: tokens of its prompt that earlier turns had, with their answers; and others.
         computed: tokens of its prompt that an engine computed.
         first_s: to its first token.
-        broken: whether engines have told since the last turn that a promise was broken, or refused.
+        broken: whether its answer tells that promises were broken, or that one is refused.
         moved: whether prefill was asked that was not asked to keep it.
     """
 
@@ -159,7 +159,7 @@ class Fleet:
         self._numbers = itertools.count()
         self._tokens = itertools.count(1_000_000, 50_000)
         self._open = 0
-        self._broken: set[str] = set()
+        self._refused: set[str] = set()
         self.engines: dict[str, SessionEngine] = {}
         scheme = HashScheme(HASHING, shape.prefill_cache.block_tokens)
         members = self._start()
@@ -317,8 +317,10 @@ class Fleet:
             self.router.prefill_reported(decision, engine, answer.cached)
             then(len(tokens) - answer.cached, engine)
 
-        params = self._params(order, engine)
-        self.world.at(LAG_S, lambda: self.engines[engine].ask(tokens, 1, params, ended))
+        # The engine's blocks are lent by the simulation.  Marked as a prefetch, which has no part
+        # in that either, its answer reports promises of other sessions that were broken.
+        ours = {"prefetch": True, **(self._params(order, engine) or {"pdconn": {}})["pdconn"]}
+        self.world.at(LAG_S, lambda: self.engines[engine].ask(tokens, 1, {"pdconn": ours}, ended))
 
     def _params(self, order: SessionOrder | None, engine: str) -> dict[str, Any] | None:
         keep = self.router.sessions.ask_to_keep(order, engine)
@@ -327,14 +329,15 @@ class Fleet:
     def _told(
         self, order: SessionOrder | None, answer: Answer, engine: str, *, is_prefill: bool
     ) -> None:
-        if order is None or not answer.kept:
+        reports = msgspec.convert(answer.told, SessionReports)
+        self.router.sessions.note_broken(engine, reports.broken)
+        if order is None or reports.kept is None:
             return
-        report = msgspec.convert(answer.kept, KeptReport)
         body = parse_body(Route.COMPLETIONS, b'{"prompt": [1]}')
         request = RoutedRequest("told", CIMultiDict(), body, session=order)
-        self.router.sessions.saw(request, TurnKept(engine, report, is_prefill))
-        if report.broken is not None or report.refused is not None:
-            self._broken.add(order.session.name)
+        self.router.sessions.saw(request, TurnKept(engine, reports.kept, is_prefill))
+        if reports.kept.refused is not None:
+            self._refused.add(order.session.name)
 
     # Agents
 
@@ -347,18 +350,20 @@ class Fleet:
         known = self.router.sessions.find_session(order.session)
         keepers = () if known is None else tuple(known.keepers)
         first_s: list[float] = []
+        told: list[str] = []
 
         def first() -> None:
             first_s.append(self.world.now - began)
+            told.extend(self.router.sessions.take_untold(order.session))
 
         def ended(computed: int, answer: list[int], prefill: str | None) -> None:
             if session.earlier:
-                is_broken = session.name in self._broken
+                is_broken = bool(told) or session.name in self._refused
                 moved = self.load.keeps and prefill is not None and prefill not in keepers
                 new = len(session.tokens) - session.earlier
                 turn = Turn(session.earlier, new, computed, first_s[0], is_broken, moved)
                 self.turns.append(turn)
-            self._broken.discard(session.name)
+            self._refused.discard(session.name)
             session.left -= 1
             if not session.left:
                 self._open -= 1

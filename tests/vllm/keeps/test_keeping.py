@@ -187,6 +187,60 @@ def test_a_request_that_lacks_kept_blocks_is_admitted_and_the_session_is_told(
     assert told == ["room", None], "the oldest promise gives way first"
 
 
+@pytest.mark.parametrize(
+    ("params", "names_others"),
+    [
+        ({"pdconn": {"prefetch": True}}, True),
+        ({"do_remote_decode": True}, True),
+        (None, False),
+        ({"pdconn": {"lend_back": False}}, False),
+    ],
+    ids=["prefetch", "prefill", "a client's", "decode"],
+)
+def test_an_answer_that_no_client_sees_names_the_sessions_that_were_displaced_once(
+    start: Start, params: dict[str, Any] | None, names_others: bool
+) -> None:
+    """The last two are negative controls: such an answer is a client's."""
+    one = start(num_blocks=110, shares=MOST)
+    one.turn(one.chat("s", 640, tenant="t"), 600.0)
+    told = []
+    for name in (one.arrive(one.chat("", 1600).tokens, params) for _ in range(2)):
+        one.run()
+        told.append(((one.answers[name] or {}).get("pdconn") or {}).get("broken"))
+    assert one.counts["promises_broken_room"] == 1
+    report = [{"session": "s", "tenant": "t", "why": "room"}]
+    assert told == [report if names_others else None, None]
+
+
+def test_the_answer_of_an_aborted_request_takes_no_report(start: Start) -> None:
+    one = start(num_blocks=110, shares=MOST)
+    one.turn(one.chat("s", 640), 600.0)
+    marked = {"pdconn": {"prefetch": True}}
+    name = one.arrive(one.chat("", 1600).tokens, marked)
+    one.engine.schedule()
+    one.engine.abort(name)
+    one.engine.process()
+    one.run()
+    assert one.counts["promises_broken_room"] == 1
+    name = one.arrive(one.chat("", 64).tokens, marked)
+    one.run()
+    assert [each["session"] for each in one.answers[name]["pdconn"]["broken"]] == ["s"]
+
+
+def test_a_turn_that_pushes_out_another_session_reports_it_beside_what_it_keeps(
+    start: Start,
+) -> None:
+    one = start(num_blocks=100, shares=KeepShares(share=0.5, tenant_share=0.5))
+    first, second = one.chat("s", 480), one.chat("t", 480)
+    one.turn(first, 600.0)
+    asked = second.keep(600.0)["pdconn"] | {"prefetch": True}
+    name = one.arrive(second.tokens, {"pdconn": asked})
+    one.run()
+    said = one.answers[name]["pdconn"]
+    assert said["kept"]["tokens"] > 0
+    assert said["broken"] == [{"session": "s", "tenant": "a", "why": "share"}]
+
+
 def test_the_turn_of_a_kept_session_does_not_break_its_own_promise(start: Start) -> None:
     """It needs 41 blocks of 60, 40 of which are kept for it; two other sessions are older."""
     one = start(num_blocks=60, shares=MOST)
