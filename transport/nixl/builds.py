@@ -13,13 +13,16 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 TESTED = "1.5.1"
 """The release that is pinned in requirements.txt, and that a new installation gets."""
 
 BUILDS = ("nixl-cu12", "nixl-cu13")
+
+_ASKED_FIRST = ("torch", "cuda.bindings", "cupy")
+"""Modules that NIXL asks for the CUDA version, if they are imported."""
 
 _CUDA_LINE = re.compile(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", re.MULTILINE)
 
@@ -85,3 +88,28 @@ def missing_build(installed: Mapping[str, str], cuda_major: int | None) -> str |
         return None if any(name in installed for name in BUILDS) else f"{BUILDS[-1]}=={release}"
     fitting = f"nixl-cu{cuda_major}"
     return None if fitting in installed else f"{fitting}=={release}"
+
+
+def package_to_import(
+    installed: Mapping[str, str], cuda_major: int | None, imported: Container[str]
+) -> str:
+    """``nixl``, or the build that it would choose.
+
+    NIXL reads torch's version file.  Where that names no CUDA, it imports torch to ask again, which
+    takes 1.7 s of a process that has no other use for torch.
+
+    Args:
+        installed: versions by distribution, of ``nixl`` and its builds at least.
+        cuda_major: from :func:`torch_cuda_major`.
+        imported: names of the modules that are imported already.
+
+    >>> package_to_import({"nixl": "1.5.1", "nixl-cu12": "1.5.1"}, None, ())
+    'nixl_cu12'
+    >>> package_to_import({"nixl": "1.5.1", "nixl-cu12": "1.5.1"}, None, {"torch"})
+    'nixl'
+    """
+    is_asked = cuda_major is not None or any(name in imported for name in _ASKED_FIRST)
+    if is_asked or missing_build(installed, cuda_major) is not None:
+        return "nixl"
+    # Without CUDA, NIXL tries the newest first.
+    return next(name for name in reversed(BUILDS) if name in installed).replace("-", "_")

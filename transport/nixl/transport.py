@@ -17,10 +17,11 @@ takes no part.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,7 +46,12 @@ from transport.nixl.agent_options import (
     ucx_version,
 )
 from transport.nixl.agent_reads import REPOST_S, NixlPeer, Reads
-from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
+from transport.nixl.builds import (
+    installed_versions,
+    missing_build,
+    package_to_import,
+    torch_cuda_major,
+)
 from transport.nixl.cuda import bind_thread
 from transport.nixl.possible import possible_transports
 from transport.nixl.progress import ProcessState, WorkerEvents, adaptive_progress
@@ -59,26 +65,24 @@ _CLOSE_POLL_S = 0.001
 
 
 def load_library() -> NixlLibrary:
-    """Import nixl, which takes one to two seconds the first time.
+    """Import nixl, and not torch.
 
     Raises:
         TransportUnavailable: it is not installed, or does not load here.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it logs every agent otherwise
+    installed, cuda_major = installed_versions(), torch_cuda_major()
+    package = package_to_import(installed, cuda_major, sys.modules)
     try:
-        import nixl._api as api
-        import nixl._bindings as bindings
+        api = importlib.import_module(f"{package}._api")
+        bindings = importlib.import_module(f"{package}._bindings")
     except (ImportError, OSError) as error:
-        missing = missing_build(installed_versions(), torch_cuda_major())
+        missing = missing_build(installed, cuda_major)
         remedy = "run pdconn doctor to find the cause"
         if missing is not None:
             remedy = f"install what is missing: pip install {missing}"
         raise TransportUnavailable(f"nixl cannot be imported: {error}; {remedy}") from error
-    try:
-        version = importlib.metadata.version("nixl")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown"
-    return NixlLibrary(api, bindings, version)
+    return NixlLibrary(api, bindings, installed.get("nixl", "unknown"))
 
 
 class NixlTransport(Transport):

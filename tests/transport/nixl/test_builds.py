@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from transport.nixl.builds import cuda_major_of, installed_versions, missing_build
+from transport.nixl.builds import (
+    cuda_major_of,
+    installed_versions,
+    missing_build,
+    package_to_import,
+)
 from transport.nixl.transport import TransportUnavailable, load_library
 
 ROOT = Path(__file__).parents[3]
@@ -80,3 +85,70 @@ def test_the_error_names_the_command_that_mends_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("transport.nixl.transport.torch_cuda_major", lambda: 13)
     with pytest.raises(TransportUnavailable, match=r"pip install nixl-cu13==1\.5\.1"):
         load_library()
+
+
+_LOADS = """
+import sys
+from transport.nixl.transport import load_library
+library = load_library()
+print(library.api.__name__, "torch" in sys.modules)
+import nixl._api, nixl._bindings
+print(nixl._api.__name__, "torch" in sys.modules)
+assert (library.api, library.bindings) == (nixl._api, nixl._bindings)
+"""
+
+
+_HIDES = """
+import importlib.metadata, sys
+hidden = {hidden!r}
+sys.modules.update(dict.fromkeys(hidden))
+version = importlib.metadata.version
+def version_if_shown(name):
+    if name.replace("-", "_") in hidden:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = version_if_shown
+"""
+
+
+@pytest.mark.parametrize(
+    ("builds", "chosen"),
+    [
+        (["nixl_cu12"], "nixl_cu12"),
+        (["nixl_cu13"], "nixl_cu13"),
+        (["nixl_cu12", "nixl_cu13"], "nixl_cu13"),
+    ],
+)
+def test_without_cuda_the_build_that_nixl_chooses_is_imported_and_torch_is_not(
+    tmp_path: Path, builds: list[str], chosen: str
+) -> None:
+    """The second line is the control: NIXL imports torch here, to choose the same."""
+    for name in ("torch", *builds):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "torch/version.py").write_text("cuda = None\n", encoding="utf-8")
+    for name in builds:
+        for module in ("_api", "_bindings", "_utils", "logging"):
+            (tmp_path / name / f"{module}.py").touch()
+        metadata = tmp_path / f"{name}-1.5.1.dist-info/METADATA"
+        metadata.parent.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5.1\n"
+        metadata.write_text(text, encoding="utf-8")
+    hidden = [name for name in ("nixl_cu12", "nixl_cu13") if name not in builds]
+    shown = subprocess.run(
+        [sys.executable, "-c", _HIDES.format(hidden=hidden) + _LOADS],
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert shown.stdout.splitlines() == [f"{chosen}._api False", f"{chosen}._api True"]
+
+
+@pytest.mark.parametrize("imported", [(), ("torch",), ("cuda.bindings",), ("cupy",)])
+@pytest.mark.parametrize("cuda_major", [None, 12])
+def test_nixl_chooses_wherever_it_knows_more_than_the_version_file(
+    imported: tuple[str, ...], cuda_major: int | None
+) -> None:
+    installed = {"nixl": "1.5.1", "nixl-cu12": "1.5.1"}
+    ours = package_to_import(installed, cuda_major, imported)
+    assert ours == ("nixl" if imported or cuda_major else "nixl_cu12")
+    assert package_to_import({"nixl-cu12": "1.5.1"}, None, imported) == "nixl", "no wrapper"
+    assert package_to_import({"nixl": "1.5.1"}, None, imported) == "nixl", "no build"
