@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,17 @@ def _read(folder: Path) -> Mapping[str, Any]:
 def _documents(path: Path) -> list[Resource]:
     if not path.is_file():
         raise BuildError(f"{path}: expected a file or folder, got nothing")
-    every = yaml.safe_load_all(path.read_text(encoding="utf-8"))
-    # Through JSON, since what YAML's anchors share would be changed in every place at once.
-    return [json.loads(json.dumps(each)) for each in every if each is not None]
+    return [json.loads(each) for each in _parsed(path.read_text(encoding="utf-8"))]
+
+
+@cache
+def _parsed(text: str) -> list[str]:
+    """Its documents, in JSON.
+
+    Overlays share most of their files, and YAML takes longer to read than all else here.  In JSON,
+    since what YAML's anchors share would be changed in every place at once.
+    """
+    return [json.dumps(each) for each in yaml.safe_load_all(text) if each is not None]
 
 
 def _refuse_twice(made: list[Resource]) -> None:
@@ -141,7 +150,7 @@ def _patched(folder: Path, patch: Mapping[str, Any], made: list[Resource]) -> li
     text = (
         (folder / patch["path"]).read_text(encoding="utf-8") if "path" in patch else patch["patch"]
     )
-    change = yaml.safe_load(text)
+    (change,) = map(json.loads, _parsed(text))
     target = patch["target"]
     changed, met = [], False
     for each in made:

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ OVERLAYS = ("default", "rdma", "keda", "keda-roles", "llm-d", "multinode", "gate
 
 #: The release whose schemas the manifests are held to; the newest field is ``preStop.sleep``.
 KUBERNETES = "1.34"
+
+# It reads the definitions of the whole release, some megabytes, for every resource.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 #: How long what prefill lends lives unread, by default.
 LEASE_S = read_settings({}, "localhost", 5600, 0, environ={}).kv_lease_duration
