@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,7 @@ def _unsaid(text: str) -> list[str]:
     return [piece for piece in _quoted(text) if piece not in in_code]
 
 
+@cache
 def _code_strings() -> str:
     """Every string of the code, an f-string in one piece with its values left out."""
     parts = []
