@@ -229,7 +229,7 @@ async def test_the_engine_is_the_pickers_choice(tmp_path: Path, takes_metadata: 
     """Negative control: where Envoy drops the picker's metadata it chooses itself."""
     text = TEXT.replace("on: connect-failure", "on: retriable-4xx")
     if not takes_metadata:
-        text = text.replace("untyped: [envoy.lb]", "untyped: [another]")
+        text = text.replace("untyped: [envoy.lb]}", "untyped: [another]}")
     (closed,) = free_ports(1)
     async with behind_envoy(tmp_path, text, closed) as behind:
         statuses = {(await behind.ask())[0] for _ in range(12 if takes_metadata else 100)}
@@ -293,8 +293,8 @@ async def test_a_decode_engine_that_cannot_be_reached_costs_no_request(
     (closed,) = free_ports(1)
     resolve = Endpoints.resolve
 
-    async def closed_first(self: Endpoints, engines: Iterable[str]) -> Any:
-        found, failures = await resolve(self, engines)
+    async def closed_first(self: Endpoints, engines: Iterable[str], subset: Any = None) -> Any:
+        found, failures = await resolve(self, engines, subset)
         return {f"127.0.0.1:{closed}": "http://closed:1", **found}, failures
 
     monkeypatch.setattr(Endpoints, "resolve", closed_first)

@@ -60,7 +60,7 @@ from pdconn.router.router_errors import (
     RequestTimedOut,
 )
 from pdconn.router.routing.request_events import Event, Received, TurnKept
-from pdconn.router.routing.routed_request import RoutedRequest
+from pdconn.router.routing.routed_request import RoutedRequest, common
 from pdconn.router.routing.session_table import SessionTable
 from pdconn.router.tracing.spans import NOT_TRACED, RequestSpans, Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
@@ -90,6 +90,7 @@ class ClientRequest:
         path: with the client's query.
         headers: as the client sent them.
         names: the parts of the path that its route names.
+        allowed: the engines that may answer it; None for all.
         read_body: reads the whole body, counting it in what it is given; raises as
             :meth:`pdconn.router.admission.places.BodyReader.read_body`.
     """
@@ -99,6 +100,7 @@ class ClientRequest:
     headers: CIMultiDictProxy[str]
     names: Mapping[str, str]
     read_body: Callable[[HeldBody], Awaitable[bytes]]
+    allowed: frozenset[str] | None = None
 
 
 AnswerRequest: TypeAlias = "Callable[[ClientRequest], Awaitable[Answered[A]]]"
@@ -233,18 +235,19 @@ class ClientApi(Generic[A]):
         self.open_requests.count_open(1)
         try:
             yield counted
+        # Their texts are logged: an error refers to the call, and handlers may keep it.
         except Busy as refusal:
             counted.end = RequestEnd.BUSY
-            self._busy_log.warning("pdconn: %s path=%s", refusal, name)
+            self._busy_log.warning("pdconn: %s path=%s", str(refusal), name)
             raise
         except NoEngineLeft as refusal:
             counted.end = RequestEnd.NO_ENGINE
-            log.warning("pdconn: %s path=%s", refusal, name)
+            log.warning("pdconn: %s path=%s", str(refusal), name)
             raise
         except (HandoverRequired, RequestTimedOut) as refusal:
             late = isinstance(refusal, RequestTimedOut)
             counted.end = RequestEnd.TIMED_OUT if late else RequestEnd.NO_HANDOVER
-            log.warning("pdconn: %s path=%s", refusal, name)
+            log.warning("pdconn: %s path=%s", str(refusal), name)
             raise
         except asyncio.CancelledError:
             if counted.end is None:
@@ -298,6 +301,7 @@ class ClientApi(Generic[A]):
             request = served.routed = RoutedRequest(
                 request_id, headers, body, held, trace, session=order, events=events
             )
+            request.allowed = client.allowed
             held.when_free = request.drop_body
             del body
             return await self.handover.answer_request(request), request_id
@@ -347,7 +351,9 @@ class ClientApi(Generic[A]):
         if route.method == "GET":
             headers.popall("Content-Type", None)
             return await self._passes.pass_on(
-                Passing(request_id, headers, path, route.asks, None, span=client.served.span)
+                Passing(
+                    request_id, headers, path, route.asks, None, client.allowed, client.served.span
+                )
             ), request_id
         with HeldBody(self._budget) as held:
             raw = await client.read_body(held)
@@ -361,6 +367,7 @@ class ClientApi(Generic[A]):
             if route.asks is not Asks.HOLDER:
                 models = self.handover.router.tokeniser.models
                 serving = await models.engines_for(model, asking(headers))
+            serving = common(serving, client.allowed)
             span = client.served.span
             passing = Passing(request_id, headers, path, route.asks, raw, serving, span)
             del raw, model

@@ -106,6 +106,9 @@ class Handover(Generic[A]):
         except asyncio.CancelledError:
             self.abandoned.client_left(request, task)
             raise
+        finally:
+            # Its error refers to this frame, and would keep the request until a collection.
+            del task
 
     async def _run(self, request: RoutedRequest) -> EngineAnswer | A:
         try:

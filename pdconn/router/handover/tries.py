@@ -197,8 +197,8 @@ class EngineTries:
     def _live(self, role: Role, request: RoutedRequest) -> tuple[str, ...]:
         """Engines that may be asked now."""
         if role is Role.PREFILL and self.decodes_alone:  # decode is preferred to a resting engine
-            return self.engines.awake(role, request.serving, time.monotonic())
-        return self.engines.live(role, request.serving)
+            return self.engines.awake(role, request.may_serve(role), time.monotonic())
+        return self.engines.live(role, request.may_serve(role))
 
     def has_other(self, role: Role, engine: str, request: RoutedRequest) -> bool:
         """Whether a request may go on to another engine than this one, if it fails here."""

@@ -19,6 +19,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from pdconn.router.admission.connections import PROGRESS_NBYTES
 from pdconn.router.admission.places import HeldBody, check_body_head, count_piece, too_large
 from pdconn.router.picker.ext_proc import ProcessingRequest
 from pdconn.router.picker.messages import (
@@ -29,10 +30,11 @@ from pdconn.router.picker.messages import (
     head_of,
     pick_messages,
     refusal_message,
+    subset_of,
     takes_pieces,
 )
 from pdconn.router.picker.rpc.call import INVALID_ARGUMENT, Call, CallFailed, MessageTooLong
-from pdconn.router.router_errors import UnfitGateway
+from pdconn.router.router_errors import BodyTooSlow, UnfitGateway
 
 
 class GatewayLeft(Exception):
@@ -45,22 +47,26 @@ class Exchange:
     Args:
         call: whose handler runs in the current task.
         max_nbytes: of a body.
+        stall_s: time for each ``PROGRESS_NBYTES`` of a body.
 
     Attributes:
         head: of the request, once it has been read.
         raw: its body, once it has been read.
+        subset: the endpoints of which one may be picked; None for all.
         has_left: whether the gateway has ended its call while the request was being answered.
     """
 
-    def __init__(self, call: Call, max_nbytes: int) -> None:
+    def __init__(self, call: Call, max_nbytes: int, stall_s: float) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self.head = Head({}, CIMultiDict(), False)
         self.raw: bytes | None = None
+        self.subset: frozenset[str] | None = None
         self.has_left = False
         self._call = call
         self._max_nbytes = max_nbytes
+        self._stall_s = stall_s
         self._in_pieces: bool | None = None
         self._echoes = False
         self._had_trailers = False
@@ -73,6 +79,7 @@ class Exchange:
         """
         message = await self._read()
         self.head = head_of(message.request_headers)
+        self.subset = subset_of(message)
         self._in_pieces = takes_pieces(message)
         self._echoes = echoes_answers(message)
 
@@ -89,15 +96,33 @@ class Exchange:
         """Read the whole body, counting it in ``held``.
 
         Raises:
-            UnsupportedEncoding, BodyTooLarge, Busy: as for ``BodyReader.read_body``.
+            UnsupportedEncoding, BodyTooLarge, BodyTooSlow, Busy: as ``BodyReader.read_body``.
             GatewayLeft: the client has left before its end.
         """
         check_body_head(CIMultiDictProxy(self.head.headers), self._max_nbytes)
+        try:
+            async with asyncio.timeout(self._time_for_body()) as timer:
+                return await self._read_body(held, timer)
+        except TimeoutError as error:
+            pace = f"the rest, or {PROGRESS_NBYTES} bytes every {self._stall_s:g} s"
+            raise BodyTooSlow("body", pace, "less") from error
+
+    def _time_for_body(self) -> float:
+        """Seconds for the next piece of progress, or for a whole body that comes in one piece."""
+        if self._in_pieces:
+            return self._stall_s
+        # The gateway collects it, and its progress is not seen: as long as the slowest may take.
+        length = self.head.headers.get("Content-Length", "")
+        announced = int(length) if length.isascii() and length.isdigit() else self._max_nbytes
+        return self._stall_s * (1 + announced // PROGRESS_NBYTES)
+
+    async def _read_body(self, held: HeldBody, timer: asyncio.Timeout) -> bytes:
+        """Read the whole body; progress sets the ``timer`` anew."""
         pieces: list[bytes] = []
         if self.head.has_body:
             if not self._in_pieces:
                 await self._write(go_on())
-            nbytes = 0
+            nbytes = unproven = 0
             has_more: bool | None = True
             while has_more:
                 try:
@@ -114,6 +139,10 @@ class Exchange:
                 piece = message.request_body.body
                 count_piece(piece, nbytes, held, self._max_nbytes)
                 nbytes += len(piece)
+                unproven += len(piece)
+                if unproven >= PROGRESS_NBYTES:
+                    unproven = 0
+                    timer.reschedule(asyncio.get_running_loop().time() + self._stall_s)
                 pieces.append(piece)
                 has_more = self._in_pieces and not message.request_body.end_of_stream
         self.raw = b"".join(pieces)

@@ -16,12 +16,14 @@ https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/doc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from multidict import CIMultiDict
 
+from pdconn.router.picker.endpoints import normal
 from pdconn.router.picker.ext_proc import (
     APPEND,
     BUFFERED,
@@ -36,8 +38,18 @@ ENDPOINT_NAMESPACE = "envoy.lb"
 UPSTREAM = "upstream.address"
 """The attribute of an answer that names its endpoint (``response_attributes`` of the filter)."""
 
+SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+"""The metadata that lists the endpoints of which one may be picked (``forwarding_namespaces``)."""
+
 PIECE_NBYTES = 62_000
 """Bytes of one piece of a streamed body: some gateways take no message of 64 KiB."""
+
+#: To the end of the value if no quote ends it, so that the time does not grow with the quotes.
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|$)')
+#: Where further credentials begin: a scheme and a value, not a parameter.
+_CREDENTIALS = re.compile(r",\s*[^\s=,]+\s+[^\s=,]")
+#: Where a further media type begins.
+_MEDIA_TYPE = re.compile(r",")
 
 #: Headers that only Envoy may write.
 _NOT_OURS = frozenset({"connection", "host", "keep-alive", "te", "transfer-encoding", "upgrade"})
@@ -72,6 +84,23 @@ def head_of(message: Any) -> Head:
     return Head(pseudo, headers, not message.end_of_stream)
 
 
+def repeated_in_one(headers: CIMultiDict[str]) -> str | None:
+    """The header that the client has sent several times, and Envoy has joined by commas.
+
+    Neither two credentials nor two media types are one, as RFC 9110 has them, whose parameters are
+    divided by commas or may contain them.
+
+    >>> repeated_in_one(CIMultiDict(Authorization="Bearer a,Bearer b"))
+    'Authorization'
+    >>> repeated_in_one(CIMultiDict(Authorization='Digest realm="a, b c", nonce = "d"'))
+    """
+    for name, other in (("Authorization", _CREDENTIALS), ("Content-Type", _MEDIA_TYPE)):
+        for value in headers.getall(name, ()):
+            if "," in value and other.search(_QUOTED.sub('""', value)):
+                return name
+    return None
+
+
 def takes_pieces(message: Any) -> bool | None:
     """Whether a request's body comes in pieces; None in a mode that no picker can serve.
 
@@ -89,6 +118,27 @@ def upstream_of(message: Any) -> str | None:
         if UPSTREAM in attribute.value.fields:
             return str(attribute.value.fields[UPSTREAM].string_value)
     return None
+
+
+def subset_of(message: Any) -> frozenset[str] | None:
+    """The endpoints of which one may be picked; None if the gateway allows all.
+
+    A list that is not understood allows none, and of two lists both count.
+    """
+    subset: frozenset[str] | None = None
+    for metadata in message.metadata_context.filter_metadata:
+        if metadata.key == SUBSET_NAMESPACE and SUBSET in metadata.value.fields:
+            listed = _endpoints_in(metadata.value.fields[SUBSET])
+            subset = listed if subset is None else subset & listed
+    return subset
+
+
+def _endpoints_in(value: Any) -> frozenset[str]:
+    """Those in a list, or in a text with commas, as versions of the protocol before 0.4 have it."""
+    named = value.string_value.split(",")
+    if value.WhichOneof("kind") == "list_value":
+        named = [one.string_value for one in value.list_value.values]
+    return frozenset(one for one in map(normal, named) if one is not None)
 
 
 def echoes_answers(message: Any) -> bool:

@@ -120,12 +120,14 @@ class PickedDecode:
 
     async def decode(self, request: RoutedRequest, candidates: Iterable[Candidate]) -> Pick:
         """The engines that are to be asked, and the request for them."""
-        chosen = list(islice(candidates, MOST_PICKED))
-        if not chosen:
+        ordered = iter(candidates)
+        first = next(ordered, None)
+        if first is None:
             raise self.tries.no_decode_left()
-        first = chosen[0]
-        # The header of a rank is for one engine: another may have fewer.
-        engines = (first.engine,) if first.rank is not None else tuple(c.engine for c in chosen)
+        # The gateway sends all of them the same header.  An engine that would be sent to the same
+        # rank has one of that number; another may have fewer, and would refuse the request.
+        others = (one.engine for one in ordered if first.rank in (None, one.rank))
+        engines = (first.engine, *islice(others, MOST_PICKED - 1))
         leg = begin_leg(self.router, request, first)
         # Until the answer begins its ticket may have to be returned, for which the body is needed.
         request.held.add_user()

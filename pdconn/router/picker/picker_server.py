@@ -30,6 +30,8 @@ HEALTH_EVERY_S = 1.0
 KEEPALIVE_S = 20.0
 """A connection that is silent for this long is probed, and closed after as long again: else the
 requests of a gateway whose host has vanished would keep their places."""
+LIVENESS, READINESS = "liveness", "readiness"
+"""Names of services by which probes of endpoint pickers ask, of the Gateway API's protocol."""
 #: Beside the body, a message has a head.
 _HEAD_NBYTES = 1 << 20
 
@@ -56,7 +58,7 @@ async def _listening(services: Services, sock: socket.socket) -> AsyncIterator[s
     passes = PickedPasses(asked.client, asked.router, asked.tries)
     api = client_api(services, asked.with_decode(decode), passes)
     service = PickerService(api, services.probes)
-    health = RpcHealth(("", SERVICE, "readiness"), ("liveness",))
+    health = RpcHealth(("", SERVICE, READINESS), (LIVENESS,))
     tls, listen = services.tls, config.listen
     if tls is not None:
         tls.speak(HTTP_2)

@@ -21,6 +21,7 @@ from pdconn.router.access.middlewares import check_repeats, no_such_path, refusa
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.places import HeldBody
 from pdconn.router.fleet.engine_client import EngineAnswer
+from pdconn.router.fleet.member import Role
 from pdconn.router.front.client_api import (
     Answered,
     ApiRoute,
@@ -36,12 +37,14 @@ from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import REQUEST_ID_HEADER
 from pdconn.router.picker.endpoints import Endpoints
 from pdconn.router.picker.exchange import Exchange, GatewayLeft
-from pdconn.router.picker.messages import Head, head_of, upstream_of
+from pdconn.router.picker.messages import Head, head_of, repeated_in_one, upstream_of
 from pdconn.router.picker.pick import AnswerHead, Pick
 from pdconn.router.picker.rpc.call import Call
 from pdconn.router.router_errors import (
     BadHead,
+    EngineFailure,
     MethodNotAllowed,
+    NoEngineLeft,
     Refusal,
     Unauthorized,
     UnfitGateway,
@@ -63,7 +66,8 @@ class PickerService:
         self._api = api
         self._probes = probes
         self._endpoints = Endpoints()
-        self._max_nbytes = api.config.admission.max_body_nbytes
+        self._engines = api.handover.engines
+        self._limits = api.config.admission
         self._table = _RouteTable(api)
         self._is_draining = False
         self._answered: set[Exchange] = set()
@@ -74,10 +78,11 @@ class PickerService:
         for exchange in self._answered:
             exchange.release()
         await self._api.drain_requests(timeout_s)
+        self._endpoints.close()
 
     async def process(self, call: Call) -> None:
         """One call: one request of a client, until it has ended."""
-        exchange = Exchange(call, self._max_nbytes)
+        exchange = Exchange(call, self._limits.max_body_nbytes, self._limits.stall_timeout_s)
         try:
             await self._serve(exchange)
         except GatewayLeft:
@@ -115,6 +120,8 @@ class PickerService:
         head, keys = exchange.head, self._api.keys
         headers = CIMultiDictProxy(head.headers)
         check_repeats(headers)
+        if (name := repeated_in_one(head.headers)) is not None:
+            raise BadHead(name, "one header of this name", "several")
         _check_tries(headers)
         if served.path in PROBES and served.method == "GET":
             name_engines = self._api.config.listen.show_engines
@@ -130,9 +137,14 @@ class PickerService:
             exchange.watch()
             return raw
 
-        client = ClientRequest(served, path, headers, names, read_body)
+        allowed = None
+        if exchange.subset is not None:
+            allowed = await self._endpoints.within(self._engines.names, exchange.subset)
+        client = ClientRequest(served, path, headers, names, read_body, allowed)
 
         async def answer(client: ClientRequest) -> Answered[Pick]:
+            if client.allowed is not None and not client.allowed:
+                raise self._none_allowed()
             if route.method == "GET" and head.has_body:
                 await exchange.skip_body()
                 exchange.watch()
@@ -184,7 +196,7 @@ class PickerService:
         pick: Pick,
         ours: dict[str, str],
     ) -> tuple[int | None, RequestEnd]:
-        engines, failures = await self._endpoints.resolve(pick.engines)
+        engines, failures = await self._endpoints.resolve(pick.engines, exchange.subset)
         if not engines:
             raise self._api.handover.tries.no_decode_left(*failures)
         await exchange.send_pick(pick.headers, pick.body, engines)
@@ -208,6 +220,11 @@ class PickerService:
             if status is not None:
                 self._answered.add(exchange)
         return status, end
+
+    def _none_allowed(self) -> NoEngineLeft:
+        why = "the gateway does not allow its endpoint"
+        decode = self._engines.in_role(Role.DECODE)
+        return NoEngineLeft(Role.DECODE.value, tuple(EngineFailure(one, why) for one in decode))
 
     def _naming(self, engine: str) -> dict[str, str]:
         return {ENGINE_HEADER: engine} if self._api.config.listen.show_engines else {}

@@ -137,7 +137,7 @@ class RequestRouter:
         Decode computes a prompt rather than wait for a resting prefill engine, if allowed.
         """
         # 1. Engines that are up, do not rest, and have not failed this request.
-        serving = request.serving
+        serving = request.may_serve(role)
         awake = self.engines.awake(role, serving, time.monotonic())
         found = _not_failed(role, request, awake)
         if found or (role is Role.PREFILL and self.decodes_alone):

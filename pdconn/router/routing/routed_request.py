@@ -118,6 +118,7 @@ class RoutedRequest:
         held: its bytes in the budget.
         trace: makes its spans; None without tracing.
         serving: the engines that serve its model; None for all.
+        allowed: the engines that may decode it, whatever they serve; None for all.
         tokens: of its prompt, while prefill may pull some of them from another engine.
         session: what it asks for its session.
         ticket: from prefill, while it may still be used.
@@ -142,10 +143,15 @@ class RoutedRequest:
     events: list[Event] = field(default_factory=lambda: [Received(time.perf_counter())])
     watchers: tuple[EventWatcher, ...] = ()
     known: tuple[int, Outcome] = field(default_factory=lambda: (0, PENDING))
+    allowed: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.trace is not None:
             self.watchers = (self.trace, *self.watchers)
+
+    def may_serve(self, role: Role) -> frozenset[str] | None:
+        """The engines that may serve it in a role; None for all."""
+        return common(self.serving, self.allowed) if role is Role.DECODE else self.serving
 
     def drop_body(self) -> None:
         """Release the body when the answer begins or fails; an answer may take minutes."""
@@ -478,6 +484,19 @@ def _followed(events: Sequence[Event]) -> dict[Began, float | None]:
 def _arrived_s(events: Sequence[Event]) -> float:
     (first, *_) = events
     return first.arrived_s if isinstance(first, Received) else first.at_s
+
+
+def common(ours: frozenset[str] | None, theirs: frozenset[str] | None) -> frozenset[str] | None:
+    """What two sets have in common; None is the set of all.
+
+    >>> common(None, frozenset("ab")) == frozenset("ab"), common(None, None)
+    (True, None)
+    >>> common(frozenset("a"), frozenset("b"))
+    frozenset()
+    """
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    return ours & theirs
 
 
 PENDING: Outcome = Outcome()

@@ -8,14 +8,20 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import envoy
 
-from pdconn.router.picker.messages import ENDPOINT, ENDPOINT_NAMESPACE, UPSTREAM
+from pdconn.router.picker.messages import (
+    ENDPOINT,
+    ENDPOINT_NAMESPACE,
+    SUBSET,
+    SUBSET_NAMESPACE,
+    UPSTREAM,
+)
 from pdconn.router.picker.picker_server import running_picker
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.router_server import Running
@@ -33,7 +39,9 @@ class Filter:
     """The external processor of a gateway.
 
     ``echoes``: the picker gets each piece of the answer, too; ``fails_open``: without a picker
-    requests go to any engine; ``trusts_clients``: their headers ``x-envoy-*`` count.
+    requests go to any engine; ``trusts_clients``: their headers ``x-envoy-*`` count; ``subset``:
+    what it says of the endpoints that may be picked, from the addresses of decode engines and then
+    of prefill; ``more``: settings of the processor.
     """
 
     mode: str = BUFFERED
@@ -41,6 +49,8 @@ class Filter:
     fails_open: bool = False
     trusts_clients: bool = False
     buffer_nbytes: int = 96 * _MIB
+    subset: Callable[[list[str]], Any] | None = None
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def envoy_config(
@@ -48,7 +58,8 @@ def envoy_config(
 ) -> dict[str, Any]:
     """Envoy's configuration; ``ports``: of clients, and of its admin pages."""
     name = "envoy.filters.network.http_connection_manager"
-    chain = {"filters": [{"name": name, "typed_config": _connections(shape)}]}
+    subset = None if shape.subset is None else shape.subset([_endpoint(one) for one in engines])
+    chain = {"filters": [{"name": name, "typed_config": _connections(shape, subset)}]}
     listener = {
         "name": "clients",
         "address": _address(ports[0]),
@@ -62,7 +73,11 @@ def envoy_config(
     }
 
 
-def _connections(shape: Filter) -> dict[str, Any]:
+def _endpoint(url: str) -> str:
+    return "127.0.0.1:" + url.rpartition(":")[2]
+
+
+def _connections(shape: Filter, subset: Any) -> dict[str, Any]:
     """Connections of clients: the picker's filter, and the route to decode."""
     retry = {"retry_on": "connect-failure", "num_retries": 2}
     to_decode = {"cluster": "decode", "timeout": "0s", "idle_timeout": "0s", "retry_policy": retry}
@@ -77,6 +92,11 @@ def _connections(shape: Filter) -> dict[str, Any]:
             {"name": "envoy.filters.http.router", "typed_config": router},
         ],
     }
+    if shape.subset is not None:
+        allowed = {"metadata_namespace": SUBSET_NAMESPACE, "value": {SUBSET: subset}}
+        notes = {"@type": f"{_TYPES}.filters.http.set_metadata.v3.Config", "metadata": [allowed]}
+        named = {"name": "envoy.filters.http.set_metadata", "typed_config": notes}
+        manager["http_filters"].insert(0, named)
     if shape.trusts_clients:
         local = {"address_prefix": "127.0.0.0", "prefix_len": 8}
         manager["use_remote_address"] = True
@@ -99,8 +119,12 @@ def _processor(shape: Filter) -> dict[str, Any]:
             "request_trailer_mode": trailers,
             "response_trailer_mode": "SEND" if shape.echoes else trailers,
         },
-        "metadata_options": {"receiving_namespaces": {"untyped": [ENDPOINT_NAMESPACE]}},
+        "metadata_options": {
+            "receiving_namespaces": {"untyped": [ENDPOINT_NAMESPACE]},
+            "forwarding_namespaces": {"untyped": [SUBSET_NAMESPACE]},
+        },
         "response_attributes": [UPSTREAM],
+        **shape.more,
     }
 
 

@@ -12,15 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import grpc.aio
 import pytest
 from aiohttp import web
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from yarl import URL
 
 from pdconn.router.picker.exchange import Exchange
-from pdconn.router.picker.ext_proc import SERVICE
-from pdconn.router.picker.picker_server import running_picker
 from pdconn.router.router_limits import Limits
 from tests.fakes.deployment import Deployment, deployment, leave
 from tests.fakes.event_loop import in_loop, until
@@ -372,17 +368,6 @@ async def test_answers_that_have_begun_go_on_without_the_picker() -> None:
             await gateway.stop_picker()
             goes_on.set()
             assert await response.read() == b"data: [DONE]\n\n"
-
-
-@in_loop
-async def test_its_health_is_that_of_readyz() -> None:
-    async with deployment() as d, running_picker(config_over(d)) as picker:
-        address = picker.url.removeprefix("grpc://")
-        async with grpc.aio.insecure_channel(address) as channel:
-            ask = health_pb2_grpc.HealthStub(channel).Check
-            for name in ("", SERVICE):
-                answer = await ask(health_pb2.HealthCheckRequest(service=name))
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,19 +7,27 @@ import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdconn.router.picker import picker_server
-from pdconn.router.picker.ext_proc import BUFFERED, METHOD, ProcessingRequest, ProcessingResponse
+from pdconn.router.picker.ext_proc import (
+    BUFFERED,
+    METHOD,
+    SERVICE,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from pdconn.router.picker.picker_server import running_picker
 from tests.fakes.credentials import Authority
 from tests.fakes.deployment import Deployment, deployment
 from tests.fakes.event_loop import in_loop, until
+from tests.router.picker.gateway import config_over
 
 
 def head(path: bytes = b"/v1/completions", method: bytes = b"POST", *, ends: bool = False) -> Any:
@@ -129,6 +137,33 @@ async def test_gateways_connect_by_tls_and_a_reload_takes_new_files(tmp_path: Pa
         assert await d.proxy.reload() == ()
         assert await shown() != first
         assert await asyncio.to_thread(protocol) == "h2"
+
+
+@in_loop
+async def test_its_health_is_that_of_readyz_by_the_names_of_endpoint_pickers() -> None:
+    """Liveness is no matter of engines."""
+    serving = health_pb2.HealthCheckResponse.SERVING
+    async with deployment() as d, AsyncExitStack() as stack:
+        picker = await stack.enter_async_context(running_picker(config_over(d)))
+        channel = grpc.aio.insecure_channel(picker.url.removeprefix("grpc://"))
+        async with channel:
+
+            async def healths() -> dict[str, bool]:
+                ask, named = health_pb2_grpc.HealthStub(channel).Check, {}
+                for name in ("", SERVICE, "readiness", "liveness"):
+                    answer = await ask(health_pb2.HealthCheckRequest(service=name))
+                    named[name] = answer.status == serving
+                return named
+
+            alive = {"": True, SERVICE: True, "readiness": True, "liveness": True}
+            assert await healths() == alive
+            await d.decode[0].stop()
+            is_ready = True
+            async with asyncio.timeout(10):
+                while is_ready:
+                    is_ready = (await healths())["readiness"]
+            unready = {"": False, SERVICE: False, "readiness": False, "liveness": True}
+            assert await healths() == unready
 
 
 class Wire:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from pdconn.router.proxy_config import OPTIONS
 from pdconn.router.router_options import RouterOption
@@ -13,8 +15,14 @@ from pdconn.tools.cli.proxy.router_command import add_options, run_router
 DEFAULT_PORT = 9002
 """The port of endpoint pickers in the Gateway API Inference Extension."""
 
-_OF_THE_LISTENER = ("cors_origins", "stall_timeout_s")
-"""Options of HTTP connections to clients, which a gateway has in place of a picker."""
+_OF_THE_LISTENER = ("cors_origins",)
+"""Options of answers to clients, which a gateway has in place of a picker."""
+
+_OTHERWISE: Mapping[str, Mapping[str, Any]] = {
+    "port": {"default": DEFAULT_PORT},
+    "stall_timeout_s": {"help": "answer 408 to a request whose body takes longer for each 256 KiB"},
+}
+"""What differs from the options of ``pdconn proxy``."""
 
 _EPILOG = """\
 An endpoint picker: Envoy, or a gateway built on it, asks it where to send each
@@ -57,7 +65,7 @@ examples:
 def _options() -> tuple[RouterOption, ...]:
     ours = (row for row in OPTIONS if row.name not in _OF_THE_LISTENER)
     return tuple(
-        dataclasses.replace(row, default=DEFAULT_PORT) if row.name == "port" else row
+        dataclasses.replace(row, **_OTHERWISE[row.name]) if row.name in _OTHERWISE else row
         for row in ours
     )
 
