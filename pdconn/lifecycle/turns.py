@@ -15,7 +15,8 @@ piece (a chunk, a row), and waits again.  So nothing starves, and the pieces are
 Within a class tenants take turns by bytes, as in start-time fair queueing (Goyal, Vin and Cheng,
 SIGCOMM 1996): each has a level, the bytes that it was served, and the lowest is served.  One that
 comes, or comes back, starts at the level that is being served, so that it is owed nothing for the
-time in which it asked for nothing.
+time in which it asked for nothing.  Pulls have an order of their own
+(:mod:`pdconn.puller.fair_queue`).
 """
 
 from __future__ import annotations

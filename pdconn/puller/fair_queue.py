@@ -21,10 +21,11 @@ two virtual times: one of the tenants, and one of each tenant's pulls.  A tenant
 virtual time at which an equal share would have served it what it was served; it is ahead of its
 share while that is later than now.  The tenant is next whose share would end its first pull first::
 
-    tenant A: a of 6 at 0, b of 6 at 0, c of 6 at 0;  tenant B: x of 2 at 3
+    asked by A at 0: a, b, c of 4; asked by B at 2: x of 5
 
-    as one tenant  aaaaxxaaabbbbbbcccccc     x 6
-    here           aaaxxaaabbbbbbcccccc      x 5
+    as one tenant   aaaabbbbccccxxxxx     x 17
+    equal shares    all at once           x 12
+    here            aaaxaxxxxbbbbcccc     x 9
 
 No order keeps every pull within the shares.  With one pull each, A's that would end first is served
 alone; if A now asks for more, it has spent the share that the new pulls are to have.  Serving each

@@ -11,6 +11,7 @@ import pytest
 from pdconn.lifecycle.turns import Urgency
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.store.format.row_names import RowNames
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.prompt import prompt_digest
 from pdconn.vllm.pulls.pull_rules import PullRules
@@ -84,6 +85,19 @@ def test_a_prefetch_is_read_as_one() -> None:
     [_, read] = side.take_commands()
     assert isinstance(read, ReadBlocks)
     assert read.urgency is Urgency.PREFETCH
+
+
+@pytest.mark.parametrize("salt", [None, "", "one", "two"])
+def test_a_read_names_its_tenant_as_a_store_does(salt: str | None) -> None:
+    side, asked = consumer(), request()
+    asked.cache_salt = salt
+    side.on_new_request(asked)
+    matched(side, asked, 0)
+    allocated(side, asked, BLOCKS, 39)
+    [_, read] = side.take_commands()
+    assert isinstance(read, ReadBlocks)
+    assert read.tenant == RowNames().tenant(salt)
+    assert bool(read.tenant) == bool(salt)
 
 
 def test_commands_reach_a_worker_in_another_process_as_they_were_made() -> None:
