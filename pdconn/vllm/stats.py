@@ -177,6 +177,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 _GAUGES: dict[str, tuple[str, str]] = {
     "kept_blocks": ("pdconn:kept_blocks", "Blocks kept for sessions; shared ones count once."),
     "blocks": ("pdconn:blocks", "Blocks of the engine, once a session is kept."),
+    "keepable_blocks": (
+        "pdconn:keepable_blocks",
+        "Blocks that all sessions together may keep, once one is kept.",
+    ),
     "kept_sessions": ("pdconn:kept_sessions", "Sessions whose KV is kept."),
     **STORE_GAUGES,
 }

@@ -20,6 +20,7 @@ _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _KV_USAGE = "vllm:kv_cache_usage_perc"  # a fraction of 1, despite its name
 _KEPT, _BLOCKS = "pdconn:kept_blocks", "pdconn:blocks"
+_KEEPABLE = "pdconn:keepable_blocks"
 _QUERIES = "vllm:prefix_cache_queries_total"
 _HITS = "vllm:prefix_cache_hits_total"
 _PROMPT_TOKENS = "vllm:prompt_tokens_total"
@@ -38,6 +39,7 @@ _LIMITS = dict.fromkeys(
         _WAITING,
         _KEPT,
         _BLOCKS,
+        _KEEPABLE,
         _QUERIES,
         _HITS,
         _PROMPT_TOKENS,
@@ -58,6 +60,7 @@ class Load:
     Attributes:
         running, waiting: number of requests.
         kv_usage: of the fullest rank's cache, 0 to 1, without what is kept for sessions.
+        kept_share: of what the fullest rank may keep for sessions, 0 to 1.
         lent_leases: prompts whose blocks are lent to decode now.
         prefix_queries, prefix_hits: tokens looked up and found since the engine's start.
         prompt_tokens: tokens of all prompts since its start, cached or not.
@@ -77,6 +80,7 @@ class Load:
     itl_sum_s: float | None = None
     itl_count: int | None = None
     num_ignored: int = 0
+    kept_share: float | None = None
 
     @property
     def not_found(self) -> int | None:
@@ -107,6 +111,7 @@ def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
         itl_sum_s=values.sum_of(f"{_ITL}_sum"),
         itl_count=values.total(f"{_ITL}_count"),
         num_ignored=values.num_ignored,
+        kept_share=_kept_share(values),
     )
 
 
@@ -118,6 +123,15 @@ def _usage(values: PageValues) -> float | None:
         ranks = zip(used, kept, blocks, strict=True)
         used = [max(0.0, share - held / max(1.0, count)) for share, held, count in ranks]
     return max(used, default=None)
+
+
+def _kept_share(values: PageValues) -> float | None:
+    """What is kept for sessions, as a share of what the engine may keep; None without both."""
+    kept, keepable = (values.by_name.get(name, ()) for name in (_KEPT, _KEEPABLE))
+    if len(kept) != len(keepable):
+        return None
+    shares = (min(1.0, held / max(1.0, most)) for held, most in zip(kept, keepable, strict=True))
+    return max(shares, default=None)
 
 
 def _lent(values: PageValues) -> int | None:

@@ -247,6 +247,7 @@ class RequestRouter:
             num_requests,
             num_others,
             self.loads.usage.note_share(engine, usage, idle=idle, now=time.monotonic()),
+            kept_share=load.kept_share or 0.0,
         )
 
     def _hinted(
@@ -323,8 +324,9 @@ def _not_failed(role: Role, request: RoutedRequest, engines: tuple[str, ...]) ->
 
 
 def _query(request: RoutedRequest, tokenised: Tokenised | None, has_prefill: bool) -> RouteQuery:
-    body = request.body
+    body, order = request.body, request.session
     can_hand_over = has_prefill and body.direct is None
+    is_kept = order is not None and bool(order.keep_s)
     if tokenised is None:
         prompt = memoryview(body.fields.get(body.route.prompt) or b"")
         counted = count_ids(prompt)
@@ -334,7 +336,8 @@ def _query(request: RoutedRequest, tokenised: Tokenised | None, has_prefill: boo
             bytes(prompt[:BEGINNING_TOKENS]),
             can_hand_over,
             is_guess=counted is None,
+            is_kept=is_kept,
         )
     first = list(tokenised.tokens[:BEGINNING_TOKENS])
     beginning = msgspec.json.encode(first) + repr(tokenised.extras).encode()
-    return RouteQuery(len(tokenised.tokens), beginning, can_hand_over)
+    return RouteQuery(len(tokenised.tokens), beginning, can_hand_over, is_kept=is_kept)

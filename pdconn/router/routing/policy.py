@@ -6,9 +6,9 @@ Engines that are down or draining are no candidates.
 ``PrefixAware`` computes the cost of each choice, in tokens that some engine has to compute before
 this request is done, and takes the cheapest::
 
-    prefill p            left(p) + queue(p) + 512 * others(p) + pressure(p)
+    prefill p            left(p) + queue(p) + 512 * others(p) + pressure(p) + keeping(p)
     decode d, hand-over  the cheapest prefill + 0.125 * pulled(d) + 64 * requests(d) + pressure(d)
-    decode d, alone                                     left(d) + 64 * requests(d) + pressure(d)
+    decode d, alone                       left(d) + 64 * requests(d) + pressure(d) + keeping(d)
 
     left      uncached tokens of the prompt, and a fraction of cached tokens on a slower medium,
               such as a store (by the hit's score per block); tokens that prefill would pull from
@@ -20,6 +20,10 @@ this request is done, and takes the cheapest::
     requests  running and waiting: each request in a batch slows the others
     pressure  the engine runs out of blocks, lent blocks included: from 0 at a usage of 0.8 to four
               prompts at a usage of 1
+    keeping   of a request that says ``keep``: left(p) once more, since it is what the engine keeps
+              in addition: 0 times where nothing is kept, to four times where as much is kept as may
+              be, so that older promises are broken.  A session grows where it is, so the price
+              rises from the beginning.  Where decode breaks a promise, the next turn is pulled
 
 The factors are the constants below, in that order.
 
@@ -74,6 +78,7 @@ class Candidate:
         num_requests: running and waiting.
         num_others: of these, requests that this router did not send, by the engine's last report.
         kv_usage: share of its blocks in use, 0 to 1, lent blocks included.
+        kept_share: of what it may keep for sessions, by its last report.
         pull: the planned pull of a part of the prefix from another engine.
     """
 
@@ -84,6 +89,7 @@ class Candidate:
     num_requests: int = 0
     num_others: int = 0
     kv_usage: float = 0.0
+    kept_share: float = 0.0
     pull: PullChoice | None = None
 
     @property
@@ -104,12 +110,14 @@ class RouteQuery:
         beginning: equal for prompts that begin alike.
         can_hand_over: False for requests that decode has to serve alone, since they cannot use a
             ticket or no prefill engine is up.
+        is_kept: whether it says ``keep``.
     """
 
     num_tokens: int
     beginning: bytes = b""
     can_hand_over: bool = True
     is_guess: bool = False
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +346,12 @@ def _pressure(query: RouteQuery, candidate: Candidate) -> float:
     return PRESSURE_PROMPTS * over * query.num_tokens
 
 
+def _keeping(query: RouteQuery, candidate: Candidate, lacked: float) -> dict[str, float]:
+    """The cost of keeping what it lacks there, which others' promises may have to make room for."""
+    cost = PRESSURE_PROMPTS * candidate.kept_share * lacked if query.is_kept else 0.0
+    return {"to keep": cost} if cost else {}
+
+
 def _sum(candidate: Candidate, parts: dict[str, float]) -> ScoredCandidate:
     why = " + ".join(f"{tokens:.0f} {what}" for what, tokens in parts.items())
     return ScoredCandidate(candidate, sum(parts.values()), why)
@@ -349,6 +363,7 @@ def _prefill_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
         "queued": candidate.queued_tokens,
         "of others": TOKENS_PER_FOREIGN_REQUEST * candidate.num_others,
         "pressure": _pressure(query, candidate),
+        **_keeping(query, candidate, _uncached(query, candidate)),
     }
     return _sum(candidate, parts)
 
@@ -370,6 +385,7 @@ def _alone_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
         **_parts(query, candidate),
         "in the batch": TOKENS_PER_DECODE_REQUEST * candidate.num_requests,
         "pressure": _pressure(query, candidate),
+        **_keeping(query, candidate, _uncached(query, candidate)),
     }
     return _sum(candidate, parts)
 

@@ -183,6 +183,7 @@ class Keeping(SchedulerPart):
         return kept_params(
             order.key.session,
             num_tokens if refused is None else 0,
+            share=round(promises.size / max(1, promises.limits.size), 4),
             used=used,
             broken=broken,
             refused=refused,
@@ -250,6 +251,7 @@ class Keeping(SchedulerPart):
             "kept_blocks": self.num_blocks,
             "kept_sessions": self._promises.num_kept,
             "blocks": int(self._pins.pool.num_gpu_blocks),
+            "keepable_blocks": self._promises.limits.size,
         }
         if gauges == self._gauges or not (self._gauges or gauges["kept_sessions"]):
             return {}

@@ -59,6 +59,14 @@ def test_blocks_that_are_kept_for_sessions_are_no_pressure():
     assert parse_metrics(odd).kv_usage == 0.0
 
 
+def test_the_fullest_rank_says_how_much_is_kept_of_what_may_be():
+    kept = {"pdconn_kept_blocks": [10, 60], "pdconn_keepable_blocks": [50, 80]}
+    assert parse_metrics(page(**kept)).kept_share == 0.75
+    assert parse_metrics(page(pdconn_kept_blocks=[60])).kept_share is None
+    odd = page(pdconn_kept_blocks=[9], pdconn_keepable_blocks=[0])
+    assert parse_metrics(odd).kept_share == 1.0
+
+
 def test_leases_that_did_not_end_are_lent():
     ended = {"pdconn_leases_read": [5, 1], "pdconn_leases_aborted": [1, 0]}
     text = page(pdconn_leases_granted=[9, 3], **ended, vllm_nixl_num_kv_expired_reqs=[1, 0])

@@ -223,6 +223,38 @@ def test_an_engine_short_of_blocks_is_avoided(decode: bool) -> None:
     assert full.cost == pytest.approx(8192 + PRESSURE_PROMPTS * 8192)
 
 
+KEPT = replace(LONG, is_kept=True)
+HALF = Candidate("a", kept_share=0.5)
+
+
+def test_a_session_that_is_kept_begins_where_least_is_kept_and_stays_there() -> None:
+    """8192 tokens more, of which half as much is kept as may be, count as 2 times as many more."""
+    behind_queue = Candidate("b", queued_tokens=16_000)
+    assert first(KEPT, HALF, behind_queue) == "b"
+    assert first(KEPT, HALF, replace(behind_queue, queued_tokens=17_000)) == "a"
+    assert first(KEPT, HALF, replace(behind_queue, kept_share=0.25)) == "a"
+    # A later turn lacks little where the session is, so little is kept in addition.
+    full_of_it = Candidate("a", hit(7680), kept_share=1.0)
+    (one,) = PrefixAware().decide(KEPT, [full_of_it], []).prefill
+    assert one.cost == 512 + PRESSURE_PROMPTS * 512
+    assert first(KEPT, full_of_it, Candidate("b")) == "a"
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_what_is_kept_is_no_reason_for_requests_that_keep_nothing(decode: bool) -> None:
+    """Negative control; and decode keeps what it could pull again."""
+    full = Candidate("a", kept_share=1.0)
+    assert first(LONG, full, Candidate("b", queued_tokens=100, num_requests=2)) == "a"
+    if decode:
+        assert first(KEPT, full, Candidate("b", num_requests=2), decode=True) == "a"
+
+
+def test_decode_that_computes_a_prompt_counts_what_it_keeps() -> None:
+    alone = replace(KEPT, can_hand_over=False)
+    (one,) = PrefixAware().decide(alone, [], [HALF]).decode
+    assert one.cost == 8192 + PRESSURE_PROMPTS * 0.5 * 8192
+
+
 def test_all_pressed_or_all_empty_is_no_reason_to_refuse() -> None:
     full = [Candidate(name, kv_usage=1.0) for name in NAMES]
     assert len(PrefixAware().decide(LONG, full, full).prefill) == len(NAMES)

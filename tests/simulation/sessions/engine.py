@@ -162,7 +162,13 @@ class SessionEngine:
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - self.keeping.num_blocks
         running, waiting = len(self.scheduler.running), len(self._asked)
         usage = max(0.0, used / pool.num_gpu_blocks)
-        return Load(running=running, waiting=max(0, waiting - running), kv_usage=usage)
+        kept = self.keeping.num_blocks / self.size.shares.limits_of(pool.num_gpu_blocks).size
+        return Load(
+            running=running,
+            waiting=max(0, waiting - running),
+            kv_usage=usage,
+            kept_share=kept,
+        )
 
     def ask(
         self,

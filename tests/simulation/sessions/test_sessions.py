@@ -75,9 +75,7 @@ def test_what_is_kept_is_hit_and_the_next_first_token_takes_a_part_of_the_time()
     assert kept.flood_caches is not None
     assert kept.flood_caches >= 2, "the flood would have evicted the sessions"
     assert kept.turns == LOAD.sessions * (LOAD.turns - 1)
-    # The router does not count what engines keep when it places a new session: a hash of the
-    # prompt's beginning decides between equal engines, and some give one cache a session too many.
-    assert kept.broken <= 1
+    assert kept.broken == 0
     assert kept.moved == 0
     assert kept.least_hit is not None
     assert kept.least_hit >= 0.95

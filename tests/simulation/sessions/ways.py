@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from tests.simulation.sessions.fleet import Fleet, Load, Shape
 
 WITHOUT, KEEP, PREFETCH, NO_PAUSE = "without", "keep", "prefetch", "no pause"
-ALONE, ROOMY = "alone", "hits anyway"
-WAYS = (WITHOUT, KEEP, PREFETCH, NO_PAUSE, ALONE, ROOMY)
+BOTH, ALONE, ROOMY = "keep, prefetch", "alone", "hits anyway"
+WAYS = (WITHOUT, KEEP, PREFETCH, BOTH, NO_PAUSE, ALONE, ROOMY)
 ROOMY_TIMES = 10
 """Of a cache so large that sessions hit though nothing is kept."""
 
@@ -53,6 +53,7 @@ def run_way(way: str, shape: Shape, load: Load, lead_s: float, seed: int = 0) ->
     changed = {
         KEEP: {"keeps": True},
         PREFETCH: {"lead_s": lead_s},
+        BOTH: {"keeps": True, "lead_s": lead_s},
         NO_PAUSE: {"pause_s": (0.0, 0.0)},
         ALONE: {"sessions": 0, "least_s": load.spread_s + load.turns * sum(load.pause_s) / 2},
     }

@@ -8,12 +8,13 @@ prompts that fills prefill's caches about twice between two turns of a session. 
 our connector keeps; the router's decisions are its own.  Computing takes the time that ``pdconn
 plan`` gives it, tokens over ``--prefill-rate``, and a pull its tokens over ``--pull-rate``.
 
-without       nothing is kept
-keep          each turn says ``keep``
-prefetch      nothing is kept; each prompt is prefetched ``--lead`` seconds before its turn
-no pause      turns follow each other at once, beside the same flood
-alone         the flood without sessions
-hits anyway   nothing is kept, in caches ten times as large: the same load without kept blocks
+without         nothing is kept
+keep            each turn says ``keep``
+prefetch        nothing is kept; each prompt is prefetched ``--lead`` seconds before its turn
+keep, prefetch  both
+no pause        turns follow each other at once, beside the same flood
+alone           the flood without sessions
+hits anyway     nothing is kept, in caches ten times as large: the same load without kept blocks
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ def test_the_next_turn_hits_after_a_flood_of_twice_the_cache(
     for number in range(3):
         one.turn(chat, 60.0, further=32)
         held = one.hit([*chat.tokens, 1])
-        assert chat.told == {"session": "s", "tokens": held, "used": number > 0}
+        share = one.keeping.num_blocks / int(0.5 * 400)
+        told = {"session": "s", "tokens": held, "used": number > 0, "share": share}
+        assert chat.told == told
         assert held >= 0.95 * len(chat.tokens)
         one.flood()
         assert one.hit([*chat.tokens, 1]) == held
@@ -76,7 +78,13 @@ def test_where_nothing_is_cached_nothing_is_kept_and_that_is_told(start: Start) 
     one = start(is_caching=False)
     chat = one.chat("s", 640)
     one.turn(chat, 60.0)
-    assert chat.told == {"session": "s", "tokens": 0, "used": False, "refused": "not_cached"}
+    assert chat.told == {
+        "session": "s",
+        "tokens": 0,
+        "used": False,
+        "share": 0,
+        "refused": "not_cached",
+    }
     assert (one.used_blocks(), len(one.keeping)) == (0, 0)
 
 
@@ -110,11 +118,11 @@ def test_gauges_are_told_once_they_have_changed(start: Start) -> None:
     one.turn(one.chat("", 64), None)
     assert told == {}, "an engine that keeps nothing has none"
     one.turn(one.chat("s", 640), 60.0)
-    assert told == {"kept_blocks": 40, "kept_sessions": 1, "blocks": 400}
+    assert told == {"kept_blocks": 40, "kept_sessions": 1, "blocks": 400, "keepable_blocks": 200}
     assert taking() == {}
     one.clock.advance(60.0)
     one.turn(one.chat("", 64), None)
-    assert told == {"kept_blocks": 0, "kept_sessions": 0, "blocks": 400}
+    assert told == {"kept_blocks": 0, "kept_sessions": 0, "blocks": 400, "keepable_blocks": 200}
 
 
 def test_blocks_are_free_when_a_request_releases_them(start: Start) -> None:
@@ -328,7 +336,7 @@ def test_a_session_above_its_tenants_share_is_refused_and_told(start: Start) -> 
     one = start(num_blocks=100, shares=KeepShares(share=0.5, tenant_share=0.2))
     chat = one.chat("s", 640)
     one.turn(chat, 600.0)
-    assert chat.told == {"session": "s", "tokens": 0, "used": False, "refused": "share"}
+    assert chat.told == {"session": "s", "tokens": 0, "used": False, "share": 0, "refused": "share"}
     assert one.counts["promises_refused"] == 1
     assert one.used_blocks() == 0
 
