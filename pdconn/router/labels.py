@@ -85,6 +85,16 @@ class RequestEnd(LabelValue):
         Fault.LIMIT,
         "The router holds as much as it may, for all clients together: 503.",
     )
+    UNSEEN = (
+        "unseen",
+        Fault.NONE,
+        "A gateway had the request, and tells the picker of no answer (`response_header_mode`).",
+    )
+    GATEWAY_ERROR = (
+        "gateway_error",
+        Fault.SERVICE,
+        "A gateway sent the picker a message that cannot be read.",
+    )
     CUT_OFF = ("cut_off", Fault.LIMIT, "The router stopped before the answer was whole.")
 
     fault: Fault
@@ -97,6 +107,24 @@ class RequestEnd(LabelValue):
         made._value_, made.fault, made.meaning = value, fault, meaning
         made.is_failure = fault not in (Fault.NONE, Fault.CLIENT)
         return made
+
+
+class CallRefused(LabelValue):
+    """Why a picker ended a gateway's call: the label of `gateway_calls_refused_total`."""
+
+    MALFORMED = ("malformed", "A message of the gateway could not be read.")
+    SILENT = ("silent", "No head of a request came in `--stall-timeout`.")
+    TOO_MANY = ("too_many", "As many calls were open as requests may be in flight and wait: 503.")
+    UNFIT = ("unfit", "The gateway's external processor has a mode that no picker can serve: 500.")
+
+
+class PickEnd(LabelValue):
+    """Where a gateway sent a request: the label `answered_by` of `picks_total`."""
+
+    FIRST = ("first", "To the first endpoint that the picker named.")
+    NEXT = ("next", "To another one that it named: the first could not be reached, or is unknown.")
+    ELSEWHERE = ("elsewhere", "To one that it did not name: the gateway does not know those.")
+    UNTOLD = ("untold", "The gateway does not tell (`response_attributes`), or answered itself.")
 
 
 class RoleVerdict(LabelValue):

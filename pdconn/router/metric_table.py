@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pdconn.router.admission.connections import Dropped
 from pdconn.router.exposition import BUILD_INFO, RouterMetric
-from pdconn.router.labels import LabelValue, RequestEnd, RoleVerdict
+from pdconn.router.labels import CallRefused, LabelValue, PickEnd, RequestEnd, RoleVerdict
 from pdconn.router.openai.requests import Direct
 from pdconn.router.pulls.pull_outcome import PullEnd
 
@@ -116,6 +116,20 @@ METRICS = (
         ("route", "outcome"),
         "Client requests by route and outcome",
         values={"outcome": RequestEnd},
+    ),
+    RouterMetric(
+        "pdconn_router_gateway_calls_refused_total",
+        "counter",
+        ("reason",),
+        "Calls of gateways that the picker refused, or ended for a fault in them, by reason",
+        values={"reason": CallRefused},
+    ),
+    RouterMetric(
+        "pdconn_router_picks_total",
+        "counter",
+        ("answered_by",),
+        "Answers to requests that the picker sent on, by what the gateway made of its choice",
+        values={"answered_by": PickEnd},
     ),
     RouterMetric(
         "pdconn_router_inflight_requests",

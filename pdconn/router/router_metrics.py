@@ -30,7 +30,7 @@ from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.exposition import add_process, render
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
-from pdconn.router.labels import RequestEnd, RoleVerdict
+from pdconn.router.labels import CallRefused, PickEnd, RequestEnd, RoleVerdict
 from pdconn.router.metric_table import (
     METRICS,
     DecisionKind,
@@ -179,6 +179,14 @@ class RouterMetrics:
     def connection_dropped(self, reason: Dropped) -> None:
         """Count a client's connection that the router closed early."""
         self._families["connections_dropped_total"].labels(reason.value).inc()
+
+    def call_refused(self, reason: CallRefused) -> None:
+        """Count a gateway's call that was refused."""
+        self._families["gateway_calls_refused_total"].labels(reason.value).inc()
+
+    def pick_answered(self, end: PickEnd) -> None:
+        """Count an answer to a request that a gateway was told where to send."""
+        self._families["picks_total"].labels(end.value).inc()
 
     def retried(self, role: Role, engine: str) -> None:
         """Count a retry on another engine; ignores engines that left the fleet."""

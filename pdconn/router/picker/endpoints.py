@@ -120,10 +120,13 @@ class Endpoints:
         known = zip(names, await self._resolve_all(names), strict=True)
         return frozenset(name for name, one in known if not subset.isdisjoint(one.endpoints))
 
-    def engine_at(self, endpoint: str) -> str | None:
-        """The engine at an endpoint, of those that have been resolved."""
-        found = (name for name, one in self._known.items() if endpoint in one.endpoints)
-        return next(found, None)
+    def engine_at(self, endpoint: str, engines: Iterable[str]) -> str | None:
+        """The engine at an endpoint, as far as that is known without a look-up."""
+        for engine in engines:
+            known = self._known.get(engine) or self._literal(engine)
+            if known is not None and endpoint in known.endpoints:
+                return engine
+        return None
 
     def close(self) -> None:
         """Wait for no look-up any more.  Idempotent."""

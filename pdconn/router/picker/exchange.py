@@ -23,6 +23,7 @@ from pdconn.router.admission.connections import PROGRESS_NBYTES
 from pdconn.router.admission.places import HeldBody, check_body_head, count_piece, too_large
 from pdconn.router.picker.ext_proc import ProcessingRequest
 from pdconn.router.picker.messages import (
+    BadMessage,
     Head,
     answer_message,
     echoes_answers,
@@ -33,7 +34,7 @@ from pdconn.router.picker.messages import (
     subset_of,
     takes_pieces,
 )
-from pdconn.router.picker.rpc.call import INVALID_ARGUMENT, Call, CallFailed, MessageTooLong
+from pdconn.router.picker.rpc.call import Call, MessageTooLong
 from pdconn.router.router_errors import BodyTooSlow, UnfitGateway
 
 
@@ -72,12 +73,17 @@ class Exchange:
         self._had_trailers = False
 
     async def read_head(self) -> None:
-        """Read the head.
+        """Read the head, which a gateway sends at once.
 
         Raises:
             GatewayLeft: there is none.
+            BadMessage: the gateway has sent something else.
+            TimeoutError: it has sent nothing.
         """
-        message = await self._read()
+        async with asyncio.timeout(self._stall_s):
+            message = await self._read()
+        if message.WhichOneof("request") != "request_headers":
+            raise BadMessage("a call: expected it to begin with the head of a request")
         self.head = head_of(message.request_headers)
         self.subset = subset_of(message)
         self._in_pieces = takes_pieces(message)
@@ -228,7 +234,7 @@ class Exchange:
         try:
             return ProcessingRequest.FromString(raw)
         except DecodeError as error:
-            raise CallFailed(INVALID_ARGUMENT, f"no ProcessingRequest: {error}") from error
+            raise BadMessage(f"a message of a gateway: {error}") from error
 
     async def _write(self, *messages: Any) -> None:
         await self._call.write(*(message.SerializeToString() for message in messages))

@@ -16,6 +16,7 @@ https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/doc
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,12 +32,17 @@ from pdconn.router.picker.ext_proc import (
     OVERWRITE,
     ProcessingResponse,
 )
+from transport.errors import shown
 
 ENDPOINT = "x-gateway-destination-endpoint"
 """The header, and the key in the metadata, that names ``IP:port``, or several in order."""
 ENDPOINT_NAMESPACE = "envoy.lb"
 UPSTREAM = "upstream.address"
 """The attribute of an answer that names its endpoint (``response_attributes`` of the filter)."""
+SERVED = "x-gateway-destination-endpoint-served"
+"""The same in the metadata of ``ENDPOINT_NAMESPACE``, from gateways that set it."""
+TIMEOUT = "x-envoy-upstream-rq-timeout-ms"
+"""The header by which Envoy's router ends a request (``mutation_rules.allow_envoy``)."""
 
 SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 """The metadata that lists the endpoints of which one may be picked (``forwarding_namespaces``)."""
@@ -44,6 +50,8 @@ SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoi
 PIECE_NBYTES = 62_000
 """Bytes of one piece of a streamed body: some gateways take no message of 64 KiB."""
 
+#: Envoy's timers count from the beginning of a turn of its loop, and its end is to come after ours.
+_MARGIN_MS = 50
 #: To the end of the value if no quote ends it, so that the time does not grow with the quotes.
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.?)*(?:"|$)')
 #: Where further credentials begin: a scheme and a value, not a parameter.
@@ -68,6 +76,22 @@ class Head:
     pseudo: Mapping[str, str]
     headers: CIMultiDict[str]
     has_body: bool
+
+
+class BadMessage(Exception):
+    """The gateway has sent what cannot be read."""
+
+
+def status_of(head: Head) -> int:
+    """The status of an answer.
+
+    Raises:
+        BadMessage: there is none.
+    """
+    status = head.pseudo.get("status", "")
+    if not (len(status) == 3 and status.isascii() and status.isdigit()):
+        raise BadMessage(f":status of an answer: expected three digits, got {shown(status, 40)}")
+    return int(status)
 
 
 def head_of(message: Any) -> Head:
@@ -101,6 +125,21 @@ def repeated_in_one(headers: CIMultiDict[str]) -> str | None:
     return None
 
 
+def in_time(headers: CIMultiDict[str], left_s: float) -> CIMultiDict[str]:
+    """The headers, by which Envoy ends the request in ``left_s``, or sooner if they say so.
+
+    >>> in_time(CIMultiDict({TIMEOUT: "1"}), 2.0)[TIMEOUT], in_time(CIMultiDict(), 2.0)[TIMEOUT]
+    ('1', '2050')
+    """
+    left_ms = max(0, math.ceil(left_s * 1000)) + _MARGIN_MS
+    asked = headers.get(TIMEOUT, "")
+    if asked.isascii() and asked.isdigit() and 0 < int(asked[:18]) < left_ms:
+        return headers
+    headers = headers.copy()
+    headers[TIMEOUT] = str(left_ms)
+    return headers
+
+
 def takes_pieces(message: Any) -> bool | None:
     """Whether a request's body comes in pieces; None in a mode that no picker can serve.
 
@@ -113,10 +152,13 @@ def takes_pieces(message: Any) -> bool | None:
 
 
 def upstream_of(message: Any) -> str | None:
-    """The endpoint that an answer is from; None unless the filter's attributes name it."""
+    """The endpoint that an answer is from; None unless attributes or metadata name it."""
     for attribute in message.attributes:
         if UPSTREAM in attribute.value.fields:
-            return str(attribute.value.fields[UPSTREAM].string_value)
+            return normal(attribute.value.fields[UPSTREAM].string_value)
+    for metadata in message.metadata_context.filter_metadata:
+        if metadata.key == ENDPOINT_NAMESPACE and SERVED in metadata.value.fields:
+            return normal(metadata.value.fields[SERVED].string_value)
     return None
 
 

@@ -66,8 +66,11 @@ class Pick:
         engines: base URLs, in the order in which they are to be asked.
         headers: of the request.
         body: of the request; None: the client's.
-        answered: is called with the engine that is taken for the one that answers, and the head.
-        closed: is called at the end; with False if there was no answer.
+        answered: is called with the engine that answers, None for none of the fleet, and the head.
+        closed: is called at the end; False: there was no answer; None: that is unknown.
+
+    Attributes:
+        is_unseen: whether there may have been an answer of which the gateway did not tell.
     """
 
     def __init__(
@@ -75,21 +78,22 @@ class Pick:
         engines: tuple[str, ...],
         headers: CIMultiDict[str],
         body: bytes | None,
-        answered: Callable[[str, AnswerHead], None],
-        closed: Callable[[bool], None],
+        answered: Callable[[str | None, AnswerHead], None],
+        closed: Callable[[bool | None], None],
     ) -> None:
         self.engines = engines
         self.headers = headers
         self.body = body
+        self.is_unseen = False
         self._answered = answered
-        self._closed: Callable[[bool], None] | None = closed
+        self._closed: Callable[[bool | None], None] | None = closed
         self._begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    def answer_began(self, head: AnswerHead, engine: str | None = None) -> None:
-        """The head of the answer has come; ``engine``: from which, if that is known."""
+    def answer_began(self, head: AnswerHead, engine: str | None) -> None:
+        """The head of the answer has come; ``engine``: from which, None for none of the fleet."""
         if self._closed is not None and not self._begun.done():
             self._begun.set_result(True)
-            self._answered(engine if engine in self.engines else self.engines[0], head)
+            self._answered(engine, head)
 
     async def wait_begun(self) -> bool:
         """Wait until the answer has begun; False if it will not."""
@@ -106,7 +110,7 @@ class Pick:
             has_begun = self._begun.done()
             if not has_begun:
                 self._begun.set_result(False)
-            closed(has_begun)
+            closed(None if self.is_unseen and not has_begun else has_begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +159,12 @@ class PickedDecode:
         )
 
     def _answered(
-        self, request: RoutedRequest, began: Began, engine: str, head: AnswerHead
+        self, request: RoutedRequest, began: Began, engine: str | None, head: AnswerHead
     ) -> None:
         at_s = time.perf_counter()
         request.note(Learned(began, {"status": head.status}))
-        self.tries.refused_request(Role.DECODE, engine, head.status, request, head.retry_after)
+        if engine is not None:
+            self.tries.refused_request(Role.DECODE, engine, head.status, request, head.retry_after)
         if head.status >= 400:
             # As where this process asks decode: vLLM does not report all of these to the lender.
             self.abandoned.return_ticket(request)
@@ -167,12 +172,13 @@ class PickedDecode:
         request.note(Passed(head.status, True))
         request.held.drop_user()
 
-    def _closed(self, request: RoutedRequest, leg: BegunLeg, has_begun: bool) -> None:
+    def _closed(self, request: RoutedRequest, leg: BegunLeg, has_begun: bool | None) -> None:
         leg.flight.finish()
-        request.note(Over(leg.began, None if has_begun else "no answer began"))
-        if not has_begun:
+        request.note(Over(leg.began, "no answer began" if has_begun is False else None))
+        if has_begun is False:
             # The client has left, and decode may never have had the request.
             self.abandoned.return_ticket(request)
+        if not has_begun:
             request.held.drop_user()
 
 
@@ -201,14 +207,15 @@ class PickedPasses:
         picked = tuple(engines[:MOST_PICKED])
         flight = self.router.loads.inflight.start_request(picked[0], 0)
 
-        def answered(engine: str, head: AnswerHead) -> None:
+        def answered(engine: str | None, head: AnswerHead) -> None:
             role = Role.PREFILL if passing.asks is Asks.ANY else Role.DECODE
             passing.span.note(status=head.status)
-            self.tries.engine_refused(
-                role, engine, head.status, passing.request_id, head.retry_after
-            )
+            if engine is not None:
+                self.tries.engine_refused(
+                    role, engine, head.status, passing.request_id, head.retry_after
+                )
 
-        def closed(has_begun: bool) -> None:
+        def closed(has_begun: bool | None) -> None:
             del has_begun
             flight.finish()
 

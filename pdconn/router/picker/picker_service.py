@@ -11,6 +11,8 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote
 
 from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
@@ -27,28 +29,41 @@ from pdconn.router.front.client_api import (
     ApiRoute,
     ClientApi,
     ClientRequest,
+    Counted,
     told_headers,
 )
 from pdconn.router.handover.listing import Listing
 from pdconn.router.handover.stream import ENGINE_HEADER
 from pdconn.router.handover.tries import end_of
-from pdconn.router.labels import RequestEnd
+from pdconn.router.labels import CallRefused, PickEnd, RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
 from pdconn.router.openai.requests import REQUEST_ID_HEADER
 from pdconn.router.picker.endpoints import Endpoints
 from pdconn.router.picker.exchange import Exchange, GatewayLeft
-from pdconn.router.picker.messages import Head, head_of, repeated_in_one, upstream_of
+from pdconn.router.picker.gateway_reports import GatewayReports
+from pdconn.router.picker.messages import (
+    BadMessage,
+    Head,
+    head_of,
+    in_time,
+    repeated_in_one,
+    status_of,
+    upstream_of,
+)
 from pdconn.router.picker.pick import AnswerHead, Pick
-from pdconn.router.picker.rpc.call import Call
+from pdconn.router.picker.rpc.call import DEADLINE_EXCEEDED, INVALID_ARGUMENT, Call, CallFailed
 from pdconn.router.router_errors import (
     BadHead,
+    Busy,
     EngineFailure,
     MethodNotAllowed,
     NoEngineLeft,
     Refusal,
+    RequestTimedOut,
     Unauthorized,
     UnfitGateway,
 )
+from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +71,13 @@ log = logging.getLogger(__name__)
 _TRIES = ("X-Envoy-Retry-On", "X-Envoy-Retry-Grpc-On", "X-Envoy-Hedge-On-Per-Try-Timeout")
 #: A slash and a percent sign.
 _KEPT_ESCAPES = re.compile("%(2[fF]|25)")
+SPARE_CALLS = 256
+"""Calls beside those of requests that are served or wait: being refused, or ending."""
+_STATUSES = {
+    CallRefused.MALFORMED: INVALID_ARGUMENT,
+    CallRefused.SILENT: DEADLINE_EXCEEDED,
+}
+_TIMED_OUT = 504
 _JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
@@ -66,8 +88,12 @@ class PickerService:
         self._api = api
         self._probes = probes
         self._endpoints = Endpoints()
-        self._engines = api.handover.engines
         self._limits = api.config.admission
+        self._metrics = api.handover.metrics
+        self._reports = GatewayReports(self._metrics)
+        self._most_calls = self._limits.max_requests + self._limits.max_queue + SPARE_CALLS
+        self._num_calls = 0
+        self._call_log = QuietLog(log)
         self._table = _RouteTable(api)
         self._is_draining = False
         self._answered: set[Exchange] = set()
@@ -82,18 +108,47 @@ class PickerService:
 
     async def process(self, call: Call) -> None:
         """One call: one request of a client, until it has ended."""
+        self._num_calls += 1
+        try:
+            await self._process(call)
+        finally:
+            self._num_calls -= 1
+
+    async def _process(self, call: Call) -> None:
         exchange = Exchange(call, self._limits.max_body_nbytes, self._limits.stall_timeout_s)
         try:
+            if self._num_calls > self._most_calls:
+                await self._refuse_call(exchange)
+                return
+            try:
+                await exchange.read_head()
+            except TimeoutError:
+                raise self._failed(CallRefused.SILENT, "a call of a gateway has no head") from None
             await self._serve(exchange)
         except GatewayLeft:
             pass
+        except BadMessage as error:
+            raise self._failed(CallRefused.MALFORMED, str(error)) from error
         except asyncio.CancelledError:
             # ``Exchange.watch`` has cancelled the task, or the gateway its call.
             if not exchange.has_left:
                 raise
 
+    async def _refuse_call(self, exchange: Exchange) -> None:
+        """Answer a request whose head was not read, since too many are being served."""
+        self._metrics.call_refused(CallRefused.TOO_MANY)
+        error = Busy(f"{self._most_calls} calls of gateways are open")
+        self._call_log.warning("pdconn: call refused: %s", str(error))
+        body = refusal_body(error, "", name_engines=False)
+        await exchange.refuse(error.status, {**_JSON, **error.headers}, body)
+
+    def _failed(self, reason: CallRefused, why: str) -> CallFailed:
+        """What ends a call for a fault of the gateway."""
+        self._metrics.call_refused(reason)
+        self._call_log.warning("pdconn: call ended: %s", why)
+        return CallFailed(_STATUSES[reason], why)
+
     async def _serve(self, exchange: Exchange) -> None:
-        await exchange.read_head()
         head = exchange.head
         path = head.pseudo.get("path", "")
         served = Served(head.pseudo.get("method", ""), path.partition("?")[0], _client_of(head))
@@ -104,7 +159,8 @@ class PickerService:
             status = await self._answer(exchange, served, path)
         except Refusal as error:
             if isinstance(error, UnfitGateway):
-                log.warning("pdconn: %s", str(error))  # the error refers to this call
+                self._metrics.call_refused(CallRefused.UNFIT)
+                self._call_log.warning("pdconn: %s", str(error))  # the error refers to this call
             status = error.status
             body = refusal_body(error, served.path, name_engines=listen.show_engines)
             headers = {**_JSON, **error.headers}
@@ -139,7 +195,9 @@ class PickerService:
 
         allowed = None
         if exchange.subset is not None:
-            allowed = await self._endpoints.within(self._engines.names, exchange.subset)
+            allowed = await self._endpoints.within(
+                self._api.handover.engines.names, exchange.subset
+            )
         client = ClientRequest(served, path, headers, names, read_body, allowed)
 
         async def answer(client: ClientRequest) -> Answered[Pick]:
@@ -154,10 +212,13 @@ class PickerService:
             exchange.watch()
         with self._api.counting(route.name, client) as counted:
             try:
-                async with self._api.answering(client, answer) as (answered, _):
-                    counted.status, counted.end = await self._send(exchange, served, answered)
+                async with self._api.answering(client, answer) as (answered, until_s):
+                    await self._send(exchange, served, counted, answered, until_s)
             except GatewayLeft:
                 counted.end = RequestEnd.CLIENT_LEFT
+                raise
+            except BadMessage:
+                counted.end = RequestEnd.GATEWAY_ERROR
                 raise
         return counted.status
 
@@ -165,8 +226,10 @@ class PickerService:
         self,
         exchange: Exchange,
         served: Served,
+        counted: Counted,
         answered: Answered[Pick],
-    ) -> tuple[int | None, RequestEnd]:
+        until_s: float | None,
+    ) -> None:
         answer, request_id = answered
         ours = {REQUEST_ID_HEADER: request_id}
         if not isinstance(answer, Pick):
@@ -174,56 +237,85 @@ class PickerService:
             if answer.engine is not None:
                 ours |= self._naming(answer.engine)
         # 1. The picker's own answer, or an engine's refusal.
-        if isinstance(answer, Listing):
-            await exchange.refuse(answer.status, {**answer.headers, **ours}, answer.body)
-            return answer.status, self._end(served, answer.status, answer.headers)
-        if isinstance(answer, EngineAnswer):
-            async with answer:
-                body = await answer.read_rest()
+        if isinstance(answer, (Listing, EngineAnswer)):
+            body = answer.body if isinstance(answer, Listing) else await _whole_body(answer)
             await exchange.refuse(answer.status, {**answer.headers, **ours}, body)
-            return answer.status, self._end(served, answer.status, answer.headers)
+            counted.end = self._end(served, answer.status, answer.headers)
+            counted.status = answer.status
+            return
         # 2. Decode's, by the gateway.
+        limit_s = self._api.config.times.request_timeout_s
+        sent = _Sent(exchange, served, counted, answer, ours, until_s, limit_s)
         try:
-            return await self._send_on(exchange, served, answer, ours)
+            await self._send_on(sent)
         finally:
             self._answered.discard(exchange)
             answer.close()
 
-    async def _send_on(
-        self,
-        exchange: Exchange,
-        served: Served,
-        pick: Pick,
-        ours: dict[str, str],
-    ) -> tuple[int | None, RequestEnd]:
-        engines, failures = await self._endpoints.resolve(pick.engines, exchange.subset)
-        if not engines:
+    async def _send_on(self, sent: _Sent) -> None:
+        exchange, pick, counted = sent.exchange, sent.pick, sent.counted
+        found, failures = await self._endpoints.resolve(pick.engines, exchange.subset)
+        if not found:
             raise self._api.handover.tries.no_decode_left(*failures)
-        await exchange.send_pick(pick.headers, pick.body, engines)
+        sent.endpoints = found
+        headers = pick.headers if sent.until_s is None else in_time(pick.headers, -sent.late_s())
+        await exchange.send_pick(headers, pick.body, found)
         pick.body = None  # the gateway has it
-        status, end = None, RequestEnd.CLIENT_LEFT
-        while True:
-            message = await exchange.next_message(has_answer=status is not None)
-            if message is None:
-                break
-            headers: Mapping[str, str] = {}
-            if message.WhichOneof("request") == "response_headers":
-                head = head_of(message.response_headers)
-                engine = engines.get(upstream_of(message) or "")
-                status = int(head.pseudo["status"])
-                pick.answer_began(AnswerHead(status, head.headers.get("Retry-After")), engine)
-                end = self._end(served, status, head.headers)
-                headers = ours | self._naming(engine or pick.engines[0]) | self._telling(served)
-            goes_on = await exchange.go_on(message, headers)
-            if not goes_on or (status is not None and self._is_draining):
-                break
-            if status is not None:
-                self._answered.add(exchange)
-        return status, end
+        try:
+            while True:
+                message = await exchange.next_message(has_answer=counted.status is not None)
+                if message is None:
+                    break
+                set_headers: Mapping[str, str] = {}
+                if message.WhichOneof("request") == "response_headers":
+                    set_headers = self._answer_began(sent, message)
+                goes_on = await exchange.go_on(message, set_headers)
+                if not goes_on or (counted.status is not None and self._is_draining):
+                    break
+                if counted.status is not None:
+                    self._answered.add(exchange)
+        except asyncio.CancelledError:
+            if not self._is_draining:
+                self._ended(sent)
+            raise
+        self._ended(sent)
+
+    def _answer_began(self, sent: _Sent, message: Any) -> dict[str, str]:
+        """Note the head of an answer; returns the headers that are set in it.
+
+        Raises:
+            BadMessage: it has no status.
+            RequestTimedOut: it is the gateway's own, as no answer came in time.
+        """
+        head, pick, served = head_of(message.response_headers), sent.pick, sent.served
+        sent.counted.status = status = status_of(head)
+        upstream = upstream_of(message)
+        seen = self._reports.head_came(sent.endpoints, upstream, served.request_id)
+        engine: str | None = pick.engines[0]
+        if upstream is not None and seen is not PickEnd.UNTOLD:
+            fleet = self._api.handover.engines.names
+            engine = sent.endpoints.get(upstream) or self._endpoints.engine_at(upstream, fleet)
+        answer, limit_s = AnswerHead(status, head.headers.get("Retry-After")), sent.limit_s
+        if limit_s is not None and status == _TIMED_OUT and sent.late_s() >= 0:
+            pick.answer_began(answer, None)  # no fault of the engine, as in the proxy
+            raise RequestTimedOut(limit_s)
+        pick.answer_began(answer, engine)
+        sent.counted.end = self._end(served, status, head.headers)
+        naming = {} if engine is None else self._naming(engine)
+        return sent.ours | naming | self._telling(served)
+
+    def _ended(self, sent: _Sent) -> None:
+        """Note how a request ended that the gateway was sent on with."""
+        counted = sent.counted
+        if counted.status is None:
+            counted.end, may_be_unused = self._reports.head_missed()
+            sent.pick.is_unseen = not may_be_unused
+        elif sent.until_s is not None and self._reports.outlived(sent.late_s()):
+            counted.end = RequestEnd.TIMED_OUT
 
     def _none_allowed(self) -> NoEngineLeft:
         why = "the gateway does not allow its endpoint"
-        decode = self._engines.in_role(Role.DECODE)
+        decode = self._api.handover.engines.in_role(Role.DECODE)
         return NoEngineLeft(Role.DECODE.value, tuple(EngineFailure(one, why) for one in decode))
 
     def _naming(self, engine: str) -> dict[str, str]:
@@ -238,6 +330,37 @@ class PickerService:
             generates=served.routed is not None,
             is_clients_key=self._api.config.listen.passes_authorization,
         )
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request that a gateway is told where to send.
+
+    Attributes:
+        ours: headers for the client.
+        until_s: the time of the event loop until which it may take; None for any time.
+        limit_s: ``--request-timeout``, of which that is the end.
+        endpoints: of its engines, in order.
+    """
+
+    exchange: Exchange
+    served: Served
+    counted: Counted
+    pick: Pick
+    ours: dict[str, str]
+    until_s: float | None
+    limit_s: float | None
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+
+    def late_s(self) -> float:
+        """Seconds since its end was due."""
+        assert self.until_s is not None
+        return asyncio.get_running_loop().time() - self.until_s
+
+
+async def _whole_body(answer: EngineAnswer) -> bytes:
+    async with answer:
+        return await answer.read_rest()
 
 
 class _RouteTable:

@@ -41,7 +41,8 @@ class Filter:
     ``echoes``: the picker gets each piece of the answer, too; ``fails_open``: without a picker
     requests go to any engine; ``trusts_clients``: their headers ``x-envoy-*`` count; ``subset``:
     what it says of the endpoints that may be picked, from the addresses of decode engines and then
-    of prefill; ``more``: settings of the processor.
+    of prefill; ``more``: settings of the processor; ``lacks``: how many engines its cluster lacks,
+    from the first one; ``reports``: of the heads of answers.
     """
 
     mode: str = BUFFERED
@@ -51,6 +52,8 @@ class Filter:
     buffer_nbytes: int = 96 * _MIB
     subset: Callable[[list[str]], Any] | None = None
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lacks: int = 0
+    reports: bool = True
 
 
 def envoy_config(
@@ -111,9 +114,10 @@ def _processor(shape: Filter) -> dict[str, Any]:
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "600s"},
         "failure_mode_allow": shape.fails_open,
         "message_timeout": "600s",
+        "mutation_rules": {"allow_envoy": True},
         "processing_mode": {
             "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
+            "response_header_mode": "SEND" if shape.reports else "SKIP",
             "request_body_mode": shape.mode,
             "response_body_mode": PIECES if shape.echoes else "NONE",
             "request_trailer_mode": trailers,
@@ -138,7 +142,7 @@ def _decode_cluster(engines: list[str], shape: Filter) -> dict[str, Any]:
         "fallback_policy": _policy("round_robin", in_turn),
     }
     return {
-        **_cluster("decode", [int(one.rpartition(":")[2]) for one in engines]),
+        **_cluster("decode", [int(one.rpartition(":")[2]) for one in engines[shape.lacks :]]),
         "per_connection_buffer_limit_bytes": shape.buffer_nbytes,
         "load_balancing_policy": _policy("override_host", picked),
     }

@@ -185,9 +185,10 @@ async def test_a_client_that_leaves_before_decode_answers_has_its_ticket_returne
         return web.json_response({}, status=404)
 
     async with deployment(running=behind_envoy(Filter())) as d:
+        await d.complete()  # the gateway reports answers
         d.decode[0].script = stand
         writer = await d.open()
-        await until(lambda: len(d.decode[0].seen) == 1)
+        await until(lambda: len(d.decode[0].seen) == 2)
         await leave(writer)
         await until(lambda: d.metric("unused_tickets_total", outcome="returned") == 1)
         stands.set()

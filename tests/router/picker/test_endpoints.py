@@ -112,4 +112,7 @@ async def test_only_endpoints_of_the_subset_are_named() -> None:
     assert await endpoints.within([A, B], subset) == {A}
     assert await endpoints.within([A, B], frozenset()) == frozenset()
     assert (await endpoints.resolve([A, B], frozenset()))[0] == {}
-    assert endpoints.engine_at("10.0.0.3:8001") == B
+    literal = "http://10.0.0.4:1"
+    assert endpoints.engine_at("10.0.0.3:8001", [A, B]) == B
+    assert endpoints.engine_at("10.0.0.4:1", [A, literal]) == literal
+    assert endpoints.engine_at("10.0.0.5:1", [A, B, literal]) is None

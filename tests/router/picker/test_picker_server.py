@@ -41,6 +41,13 @@ def head(path: bytes = b"/v1/completions", method: bytes = b"POST", *, ends: boo
     return message
 
 
+def body(raw: bytes = b'{"prompt": "x"}') -> Any:
+    """The message about a whole body."""
+    message = ProcessingRequest()
+    message.request_body.body, message.request_body.end_of_stream = raw, True
+    return message
+
+
 @asynccontextmanager
 async def calling(port: int, *, raw: bool = False) -> AsyncIterator[Any]:
     """What begins calls at a port; ``raw``: messages are bytes."""
@@ -75,7 +82,7 @@ async def test_what_is_no_message_ends_its_call_with_a_status(
         call = begin()
         await call.write(b"\xff\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert (await call.details()).startswith("no ProcessingRequest")
+        assert (await call.details()).startswith("a message of a gateway: ")
     assert all(one.exc_info is None for one in caplog.records)
 
 
@@ -164,6 +171,82 @@ async def test_its_health_is_that_of_readyz_by_the_names_of_endpoint_pickers() -
                     is_ready = (await healths())["readiness"]
             unready = {"": False, SERVICE: False, "readiness": False, "liveness": True}
             assert await healths() == unready
+
+
+def answered(status: bytes | None) -> Any:
+    """The message about the head of an answer."""
+    message = ProcessingRequest()
+    message.response_headers.SetInParent()
+    if status is not None:
+        one = message.response_headers.headers.headers.add()
+        one.key, one.raw_value = ":status", status
+    return message
+
+
+@pytest.mark.parametrize("status", [b"", b"2xx", b"\xff\xfe", b"-20", b"20000", None])
+@in_loop
+async def test_a_status_that_is_none_ends_the_call_with_one_line(
+    caplog: pytest.LogCaptureFixture, status: bytes | None
+) -> None:
+    async with deployment(running=running_picker) as d, calling(port_of(d)) as begin:
+        call = begin()
+        for message in (head(), body()):
+            await call.write(message)
+            await call.read()
+        await call.write(answered(status))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert ":status" in await call.details()
+        await until(lambda: d.outcome("gateway_error") == 1)
+        assert d.metric("gateway_calls_refused_total", reason="malformed") == 1
+        await until(lambda: d.metric("unused_tickets_total", outcome="returned") == 1)
+        warned = [one for one in caplog.records if one.levelname != "INFO"]
+        assert [one.exc_info for one in warned if ":status" in one.getMessage()] == [None]
+        # The control.
+        call = begin()
+        for message in (head(), body(), answered(b"200")):
+            await call.write(message)
+            await call.read()
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.OK
+        await until(lambda: d.outcome("ok") == 1)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@in_loop
+async def test_bytes_that_are_no_message_end_the_call_with_one_line(
+    caplog: pytest.LogCaptureFixture, is_first: bool
+) -> None:
+    async with (
+        deployment(running=running_picker) as d,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port_of(d)}") as channel,
+    ):
+        call = channel.stream_stream(METHOD)()  # of bytes
+        if not is_first:
+            await call.write(head().SerializeToString())
+            await call.read()
+        await call.write(b"\xff\xff no protobuf")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert d.metric("gateway_calls_refused_total", reason="malformed") == 1
+        assert d.outcome("gateway_error") == (0 if is_first else 1)
+        assert not any(one.exc_info for one in caplog.records)
+        assert sum("call ended" in one.getMessage() for one in caplog.records) == 1
+        await until(lambda: d.metric("inflight_requests") == 0)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@in_loop
+async def test_a_call_without_a_head_ends(begins: bool) -> None:
+    async with (
+        deployment(running=running_picker, stall_timeout_s=0.2) as d,
+        calling(port_of(d)) as begin,
+    ):
+        call = begin()
+        if begins:  # with what is none
+            await call.write(body())
+        code = grpc.StatusCode.INVALID_ARGUMENT if begins else grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await call.code() is code
+        reason = "malformed" if begins else "silent"
+        assert d.metric("gateway_calls_refused_total", reason=reason) == 1
 
 
 class Wire:

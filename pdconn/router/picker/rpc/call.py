@@ -21,7 +21,7 @@ _PREFIX_NBYTES = 5
 """Whether a message is compressed, and its length."""
 
 # https://grpc.github.io/grpc/core/md_doc_statuscodes.html
-OK, CANCELLED, UNKNOWN, INVALID_ARGUMENT = 0, 1, 2, 3
+OK, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 0, 2, 3, 4
 NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 5, 8, 12
 
 
