@@ -5,10 +5,9 @@ first two, and the answer has the third::
 
     "keep": {"session": "agent-7", "seconds": 300, "tenant": "a"}    0 seconds release it
     "prefetch": true                     nobody waits for this request: others' transfers go first
-    "kept": {"session": "agent-7", "tokens": 3200, "used": true, "share": 0.25}
+    "kept": {"session": "agent-7", "tokens": 3200, "used": true}
 
-``used`` is true if this turn has come back to what was kept for it.  ``share`` is what the engine
-keeps now for all sessions, of what it may keep.  ``broken`` is there if an
+``used`` is true if this turn has come back to what was kept for it.  ``broken`` is there if an
 earlier promise of the session was broken, and tells why; ``refused`` if nothing is kept.
 
 The sessions of others that a request has displaced do not see its answer.  An answer that only a
@@ -140,7 +139,6 @@ def kept_params(
     session: str,
     num_tokens: int,
     *,
-    share: float,
     used: bool = False,
     broken: str | None = None,
     refused: str | None = None,
@@ -150,14 +148,13 @@ def kept_params(
     Args:
         session: its name.
         num_tokens: 0 if nothing is kept.
-        share: what the engine keeps for all sessions, of what it may keep.
         used: whether this turn has come back to what was kept for it.
         broken: why an earlier promise was broken; None if none was.
         refused: why nothing is kept; None if something is.
     """
     why = {"broken": broken, "refused": refused}
     said = {name: text for name, text in why.items() if text is not None}
-    kept = {"session": session, "tokens": num_tokens, "used": used, "share": share, **said}
+    kept = {"session": session, "tokens": num_tokens, "used": used, **said}
     return {"pdconn": {"kept": kept}}
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -147,12 +147,6 @@ class LoadPoller:
         is_fresh = last is not None and last.at_s >= self._clock() - max_age_s
         others = last.num_others if last is not None and is_fresh else 0
         return ours + others, others
-
-    def note_kept_share(self, engine: str, share: float | None) -> None:
-        """Note what an answer says of an engine's kept blocks, until its next page does."""
-        last = self.latest.get(engine)
-        if last is not None and share is not None:
-            self.latest[engine] = replace(last, load=replace(last.load, kept_share=share))
 
     def fleet_changed(self) -> None:
         """Forget engines that left the fleet."""

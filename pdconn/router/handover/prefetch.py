@@ -299,7 +299,6 @@ class Prefetches:
             event = TurnKept(engine, reports.kept)
             request.note(event)
             self._router.sessions.saw(request, event)
-            self._router.loads.note_kept_share(engine, reports.kept.share)
         self._router.sessions.note_broken(engine, reports.broken)
 
     def _give_back(self, client: str) -> None:

@@ -318,7 +318,6 @@ class Prefill:
         request.ticket, reports = split_reports(find_ticket(answer.whole))
         if reports.kept is not None and request.session is not None:
             request.note(TurnKept(engine, reports.kept))
-            self.router.loads.note_kept_share(engine, reports.kept.share)
         self.router.sessions.note_broken(engine, reports.broken)
         usage, has_borrowed = find_usage(answer.whole), answer.borrowed is not None
         event = Prefilled(

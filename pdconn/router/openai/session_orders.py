@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Annotated
 
 import msgspec
 from msgspec import Raw
@@ -203,7 +202,6 @@ class KeptReport(msgspec.Struct):
     Attributes:
         tokens: that are kept now.
         used: this turn has come back to what was kept for it.
-        share: what the engine keeps for all sessions, of what it may keep; None if it does not say.
         broken: why an earlier promise was broken.
         refused: why nothing is kept.
         rows: the engine's store keeps the turn's rows as well.
@@ -212,7 +210,6 @@ class KeptReport(msgspec.Struct):
 
     tokens: int = 0
     used: bool = False
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     broken: str | None = None
     refused: str | None = None
     rows: bool = False

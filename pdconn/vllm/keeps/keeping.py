@@ -183,7 +183,6 @@ class Keeping(SchedulerPart):
         return kept_params(
             order.key.session,
             num_tokens if refused is None else 0,
-            share=round(promises.size / max(1, promises.limits.size), 4),
             used=used,
             broken=broken,
             refused=refused,

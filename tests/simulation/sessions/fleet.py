@@ -333,8 +333,6 @@ class Fleet:
         self.router.sessions.note_broken(engine, reports.broken)
         if order is None or reports.kept is None:
             return
-        if is_prefill:  # a client reads what decode answers
-            self.router.loads.note_kept_share(engine, reports.kept.share)
         body = parse_body(Route.COMPLETIONS, b'{"prompt": [1]}')
         request = RoutedRequest("told", CIMultiDict(), body, session=order)
         self.router.sessions.saw(request, TurnKept(engine, reports.kept, is_prefill))
