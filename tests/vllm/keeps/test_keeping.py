@@ -80,7 +80,6 @@ def test_where_nothing_is_cached_nothing_is_kept_and_that_is_told(start: Start) 
         "session": "s",
         "tokens": 0,
         "used": False,
-        "share": 0,
         "refused": "not_cached",
     }
     assert (one.used_blocks(), len(one.keeping)) == (0, 0)
