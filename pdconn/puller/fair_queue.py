@@ -88,7 +88,7 @@ class _TenantPulls(Generic[Pull]):
         self.level = self.ends = now
         self.is_sharing = False
         self.num_pulls = 0
-        self.turn: _Turn[Pull] | None = None
+        self.turn: _TenantTurn[Pull] | None = None
         self._now = 0.0
         self._queued: list[_Queued[Pull]] = []
         self._sharing: list[float] = []
@@ -125,7 +125,7 @@ class _TenantPulls(Generic[Pull]):
 
 
 @dataclass(order=True, slots=True)
-class _Turn(Generic[Pull]):
+class _TenantTurn(Generic[Pull]):
     """A tenant's place: ``ends`` is when its share would have served the ``first`` of its pulls.
 
     It is stale once the tenant has another.
@@ -160,9 +160,9 @@ class FairQueue(Generic[Pull]):
         self._numbers = itertools.count()
         self._queued: dict[Pull, _Queued[Pull]] = {}
         self._tenants: dict[bytes, _TenantPulls[Pull]] = {}
-        self._turns: list[_Turn[Pull]] = []
+        self._turns: list[_TenantTurn[Pull]] = []
         # Tenants that are ahead, by level; each has the turn that it had when it was found to be.
-        self._ahead: list[tuple[float, int, _Turn[Pull]]] = []
+        self._ahead: list[tuple[float, int, _TenantTurn[Pull]]] = []
         # Tenants that share, by when they will have ended; they may have asked for more since.
         self._sharing: list[tuple[float, int, _TenantPulls[Pull]]] = []
         self._num_sharing = 0
@@ -260,7 +260,7 @@ class FairQueue(Generic[Pull]):
         if first is None:
             tenant.turn = None
         elif tenant.turn is None or tenant.turn.first is not first:
-            tenant.turn = _Turn(tenant.level + first.left, first.order, first)
+            tenant.turn = _TenantTurn(tenant.level + first.left, first.order, first)
             heapq.heappush(self._turns, tenant.turn)
 
     def _forget_if_over(self, tenant: _TenantPulls[Pull]) -> None:

@@ -59,6 +59,7 @@ async def _listening(services: Services, sock: socket.socket) -> AsyncIterator[s
     api = client_api(services, asked.with_decode(decode), passes)
     service = PickerService(api, services.probes)
     health = RpcHealth(("", SERVICE, READINESS), (LIVENESS,))
+    health.set_ready(is_ready=await services.probes.is_ready())
     tls, listen = services.tls, config.listen
     if tls is not None:
         tls.speak(HTTP_2)
