@@ -51,7 +51,8 @@ async def test_a_request_of_its_own_that_has_ended_since_the_report_is_not_one_o
             flight.finish()
         await f.router.loads.poll_now()
         flight.finish()
-        engine.metrics_page = "vllm:num_requests_running 0\n"
+        if is_ours:  # a report that comes by itself meanwhile says what is right, too
+            engine.metrics_page = "vllm:num_requests_running 0\n"
         best = (await f.ask()).decision.ranking.prefill[0]
         assert best.why == f"321 uncached + 0 queued + {others} of others + 0 pressure"
 
