@@ -124,7 +124,11 @@ def answering(status: int) -> Script:
     return answer
 
 
-@pytest.mark.parametrize("end", RequestEnd, ids=lambda end: end.value)
+#: How requests end at gateways alone: tests/router/picker.
+AT_GATEWAYS = {RequestEnd.UNSEEN, RequestEnd.GATEWAY_ERROR}
+
+
+@pytest.mark.parametrize("end", sorted(set(RequestEnd) - AT_GATEWAYS, key=lambda end: end.value))
 @in_loop
 async def test_a_request_that_ends_so_is_counted_so(end: RequestEnd) -> None:
     scene = ENDS[end]

@@ -18,14 +18,14 @@ from tests.fakes.fake_engine import ANSWER, MODEL, FakeEngine
 from tests.router.picker.gateway import MODES, Filter, behind_envoy
 
 
-def picks(d: Deployment) -> dict[str, float]:
-    found = {one.value: d.metric("picks_total", answered_by=one.value) for one in PickEnd}
-    return {name: count for name, count in found.items() if count}
+def picks(d: Deployment) -> dict[PickEnd, float]:
+    found = {one: d.metric("picks_total", answered_by=one.value) for one in PickEnd}
+    return {one: count for one, count in found.items() if count}
 
 
-def outcomes(d: Deployment) -> dict[str, float]:
-    found = {one.value: d.outcome(one.value) for one in RequestEnd}
-    return {name: count for name, count in found.items() if count}
+def outcomes(d: Deployment) -> dict[RequestEnd, float]:
+    found = {one: d.outcome(one.value) for one in RequestEnd}
+    return {one: count for one, count in found.items() if count}
 
 
 def warnings(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
@@ -55,7 +55,7 @@ async def test_a_pick_that_a_gateway_does_not_honour_is_counted_and_logged_once(
             reply = await d.complete()
             assert reply.headers["X-Pdconn-Engine"] == answering.url
         await until(lambda: d.outcome("ok") == 3)
-        assert picks(d) == {"elsewhere" if lacks else "first": 3}
+        assert picks(d) == {PickEnd.ELSEWHERE if lacks else PickEnd.FIRST: 3}
         lines = warnings(caplog, "elsewhere than to the endpoint")
         assert len(lines) == lacks
         if lacks:
@@ -80,7 +80,7 @@ async def test_what_a_gateway_does_not_tell_is_counted_as_such(tells: bool) -> N
         await d.complete()
         await d.decode[1].stop()
         assert (await d.complete()).body == ANSWER
-        assert picks(d) == ({"first": 1, "next": 1} if tells else {"untold": 2})
+        assert picks(d) == ({PickEnd.FIRST: 1, PickEnd.NEXT: 1} if tells else {PickEnd.UNTOLD: 2})
 
 
 # Whether it reports answers
@@ -95,7 +95,7 @@ async def test_a_gateway_that_reports_no_answers_has_no_clients_that_left(
         for number in range(1, MOST_MISSED + 5):
             assert (await d.complete()).body == ANSWER
             await until(lambda number=number: d.outcome("unseen") == number)
-        assert outcomes(d) == {"unseen": MOST_MISSED + 4}
+        assert outcomes(d) == {RequestEnd.UNSEEN: MOST_MISSED + 4}
         assert not len(d.proxy.router.loads.inflight)
         assert returned(d) <= MOST_MISSED  # and not of each request
         assert len(warnings(caplog, "response_header_mode")) == 1
@@ -123,7 +123,7 @@ async def test_clients_that_leave_are_counted_once_a_gateway_has_reported_an_ans
             await leave(writer)
             await until(lambda number=number: d.outcome("client_left") == number)
             await until(lambda number=number: returned(d) == number)
-        assert outcomes(d) == {"client_left": MOST_MISSED + 2, "ok": 1}
+        assert outcomes(d) == {RequestEnd.CLIENT_LEFT: MOST_MISSED + 2, RequestEnd.OK: 1}
         assert not warnings(caplog, "response_header_mode")
         stands.set()
 
@@ -160,7 +160,7 @@ async def test_a_request_ends_at_the_gateway_when_the_routers_time_is_over(mode:
         async with asyncio.timeout(20):
             reply = await d.complete()
         assert (reply.status, reply.error["type"]) == (504, "GatewayTimeoutError")
-        await until(lambda: outcomes(d) == {"timed_out": 1})
+        await until(lambda: outcomes(d) == {RequestEnd.TIMED_OUT: 1})
         await until(lambda: returned(d) == 1)
         # Too slow for a client is not broken.
         assert d.metric("retries_total", role="decode", engine=d.decode[0].url) == 0
@@ -171,10 +171,10 @@ async def test_a_request_ends_at_the_gateway_when_the_routers_time_is_over(mode:
                 assert answer.status == 200
                 with pytest.raises(Exception, match="payload"):
                     await answer.read()
-        await until(lambda: outcomes(d) == {"timed_out": 2})
+        await until(lambda: outcomes(d) == {RequestEnd.TIMED_OUT: 2})
         d.decode[0].script = None
         assert (await d.complete()).status == 200
-        await until(lambda: outcomes(d) == {"timed_out": 2, "ok": 1})
+        await until(lambda: outcomes(d) == {RequestEnd.TIMED_OUT: 2, RequestEnd.OK: 1})
 
 
 @in_loop
@@ -187,7 +187,7 @@ async def test_a_gateway_that_does_not_heed_the_routers_time_is_named_once(
         d.decode[0].script = lasting
         both = await asyncio.gather(d.complete(), d.complete())
         assert [reply.status for reply in both] == [200, 200]
-        await until(lambda: outcomes(d) == {"ok": 2})
+        await until(lambda: outcomes(d) == {RequestEnd.OK: 2})
         assert len(warnings(caplog, "allow_envoy")) == 1
 
 

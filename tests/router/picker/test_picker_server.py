@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdconn.router.labels import CallRefused
 from pdconn.router.picker import picker_server
 from pdconn.router.picker.ext_proc import (
     BUFFERED,
@@ -245,8 +246,8 @@ async def test_a_call_without_a_head_ends(begins: bool) -> None:
             await call.write(body())
         code = grpc.StatusCode.INVALID_ARGUMENT if begins else grpc.StatusCode.DEADLINE_EXCEEDED
         assert await call.code() is code
-        reason = "malformed" if begins else "silent"
-        assert d.metric("gateway_calls_refused_total", reason=reason) == 1
+        reason = CallRefused.MALFORMED if begins else CallRefused.SILENT
+        assert d.metric("gateway_calls_refused_total", reason=reason.value) == 1
 
 
 class Wire:
@@ -298,3 +299,18 @@ async def test_a_gateway_that_vanishes_keeps_no_place(
                 await asyncio.sleep(3)  # several probes
                 assert d.metric("inflight_requests") == 1
             call.cancel()
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@in_loop
+async def test_a_gateway_with_a_mode_that_no_picker_can_serve_is_counted(fits: bool) -> None:
+    async with deployment(running=running_picker) as d, calling(port_of(d)) as begin:
+        call, message = begin(), head(b"/nowhere", b"GET", ends=True)
+        if not fits:
+            message.protocol_config.request_body_mode = 1  # STREAMED
+        await call.write(message)
+        answer = await call.read()
+        assert answer.immediate_response.status.code == (404 if fits else 500)
+        unfit = d.metric("gateway_calls_refused_total", reason=CallRefused.UNFIT.value)
+        assert unfit == (0 if fits else 1)
+        call.cancel()

@@ -10,7 +10,7 @@ from pdconn.lifecycle.turns import MOST_WAIT_S, ClassOrder, Urgency
 from pdconn.planning.plan import NO_GAPS
 from pdconn.puller.read_queue import ChunkSizer
 from pdconn.puller.reads import Read, TransportJobs
-from tests.puller.test_read_queue import SLICE, Rig, spans_of
+from tests.puller.reads.test_read_queue import SLICE, Rig, spans_of
 from transport import Memory, PeerId, Spans
 from transport.testing.inprocess.faults import Held
 from transport.testing.inprocess.transport import InProcessTransport
