@@ -24,6 +24,7 @@ that is still being saved is marked when it is committed.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -352,7 +353,8 @@ class RowUses:
 
     def _pin(self, shelf: Shelf, pin: Pin[RowName]) -> bool:
         before = self._now()
-        until = before + pin.until - self._clock()
+        # A whole second, which every file system notes exactly: `release` knows its mark by it.
+        until = float(math.ceil(before + pin.until - self._clock()))
         self._marks.add_mark(pin.number, _Mark(pin.items, until, before))
         return self._touch(shelf, pin.items, until)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +121,20 @@ def test_what_is_released_is_evicted_as_all_else(tmp_path: Path) -> None:
         becomes(engine, lambda: not gauge(engine))
         flood(engine, 1)
         assert turn(engine, FIRST + MORE, None) == 0
+
+
+def test_what_is_released_is_evicted_where_times_have_whole_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of file systems that note no parts of a second."""
+    utime = os.utime
+
+    def noted(path: Any, times: Any = None, **more: Any) -> None:
+        at = time.time() if times is None else times[1]
+        utime(path, (int(at), int(at)), **more)
+
+    monkeypatch.setattr("pdconn.store.shelf.files_shelf.os.utime", noted)
+    test_what_is_released_is_evicted_as_all_else(tmp_path)
 
 
 def test_a_promise_whose_time_is_up_keeps_nothing(tmp_path: Path) -> None:
