@@ -92,14 +92,17 @@ def looked_at(root: Path, savers: list[SaverProcess]) -> int:
         return nbytes_there(root)
 
 
-def check_chains(root: Path) -> None:
-    """Every row has the row before it."""
+def check_chains(root: Path, most: int = 0) -> None:
+    """Every row has the row before it, but for ``most`` of them."""
     with FilesShelf(root) as shelf:
         names = {row.name for row in shelf.rows()}
     keys = {name.key for name in names if name.kind is RowKind.FA}
+    alone = []
     for name in names:
         before = name.key if name.kind is RowKind.WA else name.parent
-        assert before in keys or (name.index == 0 and name.kind is RowKind.FA)
+        if before not in keys and not (name.index == 0 and name.kind is RowKind.FA):
+            alone.append(name)
+    assert len(alone) <= most, alone
 
 
 def pause(rng: random.Random) -> None:
@@ -163,7 +166,9 @@ def check_restart(root: Path) -> None:
         assert usage.committed == sum(row.nbytes for row in shelf.rows()) == nbytes_there(root)
         assert (usage.reserved, usage.num_writers) == (0, 1)
     accounts.close()
-    check_chains(root)
+    # The row before one that is being committed may be evicted meanwhile, by a listing that is
+    # older.  The next listing evicts what is alone; of each that was killed one may be left.
+    check_chains(root, most=2)
 
 
 NO_RESERVE = """
