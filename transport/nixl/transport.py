@@ -65,7 +65,7 @@ _CLOSE_POLL_S = 0.001
 
 
 def load_library() -> NixlLibrary:
-    """Import nixl, and not torch.
+    """Import nixl, without torch where torch is built without CUDA.
 
     Raises:
         TransportUnavailable: it is not installed, or does not load here.

@@ -92,7 +92,7 @@ def looked_at(root: Path, savers: list[SaverProcess]) -> int:
         return nbytes_there(root)
 
 
-def check_chains(root: Path, most: int = 0) -> None:
+def check_chains(root: Path, most: int) -> None:
     """Every row has the row before it, but for ``most`` of them."""
     with FilesShelf(root) as shelf:
         names = {row.name for row in shelf.rows()}

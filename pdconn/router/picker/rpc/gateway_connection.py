@@ -1,7 +1,7 @@
 """One connection of a gateway: HTTP/2 by h2, on which calls of gRPC run side by side.
 
-grpcio's asyncio server passes each message between two threads, which costs a picker a third of its
-processor time (docs/benchmarks.md).  Here a message goes from the parser to its call within
+grpcio's asyncio server passes each message between two threads, which costs a picker four tenths of
+its processor time (docs/benchmarks.md).  Here a message goes from the parser to its call within
 one call of the event loop, and what several calls write at once leaves in one system call.
 """
 
