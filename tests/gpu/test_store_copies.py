@@ -115,3 +115,20 @@ def test_copies_to_a_gpu_have_a_stream_of_their_own(device: Device) -> None:
         assert stream is None
     else:
         assert stream != torch.cuda.default_stream()
+
+
+def test_their_buffer_is_no_memory_that_the_engine_may_still_write(device: Device) -> None:
+    """Torch gives what was freed on a stream to the next on it, while kernels may still write."""
+    if device.kind == "cpu":
+        return
+    nbytes = 64 << 20
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    freed = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    there = range(freed.data_ptr(), freed.data_ptr() + nbytes)
+    del freed
+    copies = TorchCopies([Copied(8, device).kv.memory])
+    assert copies._buffer.data_ptr() not in there
+    assert copies._index.data_ptr() not in there
+    control = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    assert control.data_ptr() in there

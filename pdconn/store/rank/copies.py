@@ -188,8 +188,11 @@ class TorchCopies:
         device = memories[0].device
         self._device = torch.device(device.kind, device.index)
         self._stream = _stream_on(device)
-        self._buffer = torch.empty(_PIECE_NBYTES, dtype=torch.uint8, device=self._device)
-        self._index = torch.empty(_PIECE_GRAINS, dtype=torch.int64, device=self._device)
+        # On the stream that uses them: torch gives memory that was freed on a stream to the next
+        # allocation there at once, while kernels of that stream may still write it.
+        with torch.cuda.stream(self._stream):
+            self._buffer = torch.empty(_PIECE_NBYTES, dtype=torch.uint8, device=self._device)
+            self._index = torch.empty(_PIECE_GRAINS, dtype=torch.int64, device=self._device)
 
     def copy_out(self, spans: Spans) -> None:
         """From KV memory to host memory."""

@@ -1,10 +1,11 @@
 """One vLLM engine in a process, driven by lines of JSON; answers are lines that begin with ``@``.
 
     {"prompt": [ids], "tokens": n, "logprobs": k, "kv_transfer_params": {…} or null}
-    ──► {"tokens": […], "logprobs": […], "top": […], "first_s": s, "pulls": n,
+    ──► {"tokens": […], "logprobs": […], "top": […], "first_s": s, "counts": {name: n},
          "finish_reason": …, "kv_transfer_params": …}
 
-``first_s`` is the time from the request to its first token.  The engine has no HTTP server: what is
+``first_s`` is the time from the request to its first token; ``counts`` are the connector's counters
+of all requests so far.  The engine has no HTTP server: what is
 looked at is the model's runner, its attention, and the connector.
 
     python -m tests.gpu.kit.engine_process MODEL '{"max_model_len": …}'
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 LOGPROBS = 5
+COUNTED = ("pdconn:", "vllm:external_prefix_cache")
 
 
 class EngineEnded(Exception):
@@ -76,10 +78,18 @@ class EngineProcess:
 
     def ask(self, prompt: Sequence[int], tokens: int, transfer: Any = None) -> dict[str, Any]:
         """Its answer to a prompt."""
+        self.begin(prompt, tokens, transfer)
+        return self.ended(tokens)
+
+    def begin(self, prompt: Sequence[int], tokens: int, transfer: Any = None) -> None:
+        """Ask, and do not wait; :meth:`ended` must follow before the next request."""
         request = {"prompt": list(prompt), "tokens": tokens, "logprobs": LOGPROBS}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request | {"kv_transfer_params": transfer}) + "\n")
         self._process.stdin.flush()
+
+    def ended(self, tokens: int) -> dict[str, Any]:
+        """The answer to the request that was begun."""
         answered = self.answered()
         if len(answered["tokens"]) != tokens:
             said = f"{len(answered['tokens'])} tokens, {answered['finish_reason']}"
@@ -105,18 +115,22 @@ def end_at_sigterm() -> None:
 
 
 def arguments_of(model: str, options: dict[str, Any]) -> Any:
-    """Of an engine without compilation, graphs and compiled kernels."""
+    """Of an engine without compilation and compiled kernels; ``cudagraph_mode`` is one of vLLM's.
+
+    Without a mode it has no graphs either.
+    """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
     transfer = options.pop("kv_transfer_config", None)
+    graphs = options.pop("cudagraph_mode", None)
     native = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}
     return EngineArgs(
         model=model,
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=graphs is None,
         attention_backend="TRITON_ATTN",
-        compilation_config={"mode": 0, "custom_ops": ["none"]},
+        compilation_config={"mode": 0, "custom_ops": ["none"], "cudagraph_mode": graphs or "NONE"},
         kernel_config={"ir_op_priority": native},
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
         **options,
@@ -136,6 +150,7 @@ def facts_of(engine: Any) -> dict[str, Any]:
         "platform": type(_platform()).__name__,
         "attention": config.attention_config.backend.name,
         "block_tokens": config.cache_config.block_size,
+        "graphs": config.compilation_config.cudagraph_mode.name,
     }
 
 
@@ -169,18 +184,22 @@ def answer(engine: Any, request: dict[str, Any], name: str) -> dict[str, Any]:
         "logprobs": [position[t] for position, t in zip(top, chosen.token_ids, strict=True)],
         "top": top,
         "first_s": first_s,
-        "pulls": pulls_counted(),
+        "counts": counted(),
         "finish_reason": chosen.finish_reason,
         "kv_transfer_params": last.kv_transfer_params,
     }
 
 
-def pulls_counted() -> int:
-    """``pdconn:pulls_total`` of this engine: vLLM's front end collects it, step by step."""
+def counted() -> dict[str, int]:
+    """Counters of the connector and of its hits that are not 0: vLLM collects them step by step."""
     from prometheus_client import REGISTRY
 
-    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    return int(sum(one.value for one in samples if one.name == "pdconn:pulls_total"))
+    found: dict[str, int] = {}
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if sample.name.startswith(COUNTED) and sample.name.endswith("_total"):
+                found[sample.name] = found.get(sample.name, 0) + int(sample.value)
+    return {name: value for name, value in found.items() if value}
 
 
 def _platform() -> Any:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.gpu.kit.found import Found, step_arguments
 from tests.vllm.engines.families.models import GRANITE_4_H
 from transport import Device
 
-MODEL_S = {"cuda": 105, "cpu": 600}
+MODEL_S = {"cuda": 170, "cpu": 600}
 """A model takes no longer, so that an engine that hangs leaves time to the next model."""
 LENGTHS = {"cuda": (5, 33, 64, 200, 700, 1500), "cpu": (5, 70)}
 TOKENS = {"cuda": 8, "cpu": 3}
@@ -93,15 +94,20 @@ def engines(device: Device, model: Model, folder: Path) -> Iterator[list[EngineP
         yield made
 
 
-def look_at(device: Device, started: Sequence[EngineProcess], found: dict[str, Any]) -> None:
+def look_at(
+    device: Device,
+    started: Sequence[EngineProcess],
+    found: dict[str, Any],
+    keep: Callable[[], None],
+) -> None:
     """Compare the answers of a model's engines (alone, prefill, decode) prompt by prompt.
 
-    ``found`` has after each part what it found.
+    ``found`` has after each prompt what it found, which ``keep`` writes down.
     """
     right: list[Answer] = []
     alone, prefill, decode = started
     found["engines"] = [one.answered() for one in (alone, prefill, decode)]
-    pulls = 0
+    pulled, pulls = "pdconn:pulls_total", 0
     # Kernels are compiled at their first use, some of them once for each length.
     for part, seed in (("warming", 6), ("prompts", 5)):
         began, found[part] = time.monotonic(), []
@@ -114,13 +120,14 @@ def look_at(device: Device, started: Sequence[EngineProcess], found: dict[str, A
             differs = compare(right[-1], answer_of(seen), TOLERANCE[device.kind])
             row = {
                 "tokens": len(prompt),
-                "pulls": seen["pulls"] - pulls,
+                "pulls": seen["counts"][pulled] - pulls,
                 "hand-over, ms": _ms(seen["first_s"]),
                 "alone, ms": _ms(whole["first_s"]),
                 "differs": str(differs) if differs else None,
             }
             found[part].append(row)
-            pulls = seen["pulls"]
+            keep()
+            pulls = seen["counts"][pulled]
         found[f"{part}, s"] = round(time.monotonic() - began, 1)
     for name in ("hand-over, ms", "alone, ms"):
         found[f"median of {name}"] = statistics.median(row[name] for row in found["prompts"])
@@ -181,7 +188,7 @@ def run_models(device: Device, models: Sequence[Model], found: Found) -> int:
             signal.alarm(MODEL_S[device.kind])
             seen: dict[str, Any] = {"ok": False}
             try:
-                look_at(device, three, seen)
+                look_at(device, three, seen, partial(found.add, model.name, seen))
             except Exception as error:  # noqa: BLE001 - of vLLM, among others; the next model runs
                 seen["error"] = repr(error)[-400:]
                 print(model.name, error, flush=True)  # whole, into the log of the step
