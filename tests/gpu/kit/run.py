@@ -70,6 +70,7 @@ def run_step(step: Step, out: Path, limit_s: float, env: Mapping[str, str]) -> O
     with log.open("wb") as written:
         process = subprocess.Popen(
             [*step.command, "--found", str(found)],
+            cwd=out,  # not a checkout, whose modules would come before the kit's
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=written,
