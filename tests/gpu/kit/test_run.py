@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.kit.build import LIMIT_S, command_of
-from tests.gpu.kit.run import TOTAL_S, Step, environment, main, run_steps, steps_of
+from tests.gpu.kit.run import PARTS, TOTAL_S, Step, environment, main, run_steps, steps_of
 
 _WRITES = """
 import json, sys, pathlib, time
@@ -97,9 +97,18 @@ def test_a_step_that_writes_nothing_readable_has_found_nothing(tmp_path: Path) -
 
 def test_the_limits_end_before_the_commands_own(tmp_path: Path) -> None:
     steps = steps_of(tmp_path, tmp_path, "cuda")
-    assert [one.name for one in steps] == ["unpack", "nixl", "bytes", "vllm", "handover"]
-    assert sum(one.limit_s for one in steps) <= TOTAL_S < LIMIT_S <= 480
-    assert f"timeout -k 5 {LIMIT_S} " in command_of(Path(".gpu-kit"))
+    limits = {one.name: one.limit_s for one in steps}
+    assert list(limits) == ["unpack", *PARTS[0], *PARTS[1]]
+    for part in PARTS:
+        assert limits["unpack"] + sum(limits[name] for name in part) <= TOTAL_S < LIMIT_S < 600
+    commands = command_of(Path(".gpu-kit")).splitlines()
+    assert all(one.startswith(f"timeout -k 5 {LIMIT_S} ") for one in commands)
+    assert [one.rpartition(" ")[2].split(",") for one in commands] == [list(part) for part in PARTS]
+
+
+def test_a_step_runs_where_no_checkout_comes_before_the_kit(tmp_path: Path) -> None:
+    code = "import os; path.write_text(json.dumps({'at': os.getcwd()}))"
+    assert ran(tmp_path, step("where", code))["where"]["found"] == {"at": str(tmp_path)}
 
 
 def test_on_a_card_nothing_is_interpreted_and_no_network_is_looked_for(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def options_of(device: Device, role: str | None, store: Path | None) -> dict[str
         extra: dict[str, Any] = {"verify": "always"}
         if store is not None:
             extra["store"] = {
-                "root": str(store), "capacity": "8GiB", "block_tokens": BLOCK_TOKENS,
-                "min_tokens": 1, "staging": "1GiB", "beside": "always",
+                "root": str(store), "capacity": "16GiB", "block_tokens": BLOCK_TOKENS,
+                "min_tokens": 1, "staging": "4GiB", "beside": "always",
             }  # fmt: skip
         options["kv_transfer_config"] = transfer_config(role, extra)
     return options
@@ -64,8 +64,12 @@ def rows_of(store: Path) -> int:
     return len(list(store.glob("rows/*/fa/*/*")))
 
 
-def wait_for_rows(store: Path, expected: int) -> int:
-    """Wait until so many rows are committed, some seconds at most; how many are."""
+def wait_for_rows(store: Path, expected: int = 0) -> int:
+    """Wait until so many rows are committed and none is being saved, some seconds at most.
+
+    Returns:
+        How many are committed.
+    """
     give_up = time.monotonic() + PATIENCE_S
     while (seen := rows_of(store)) < expected and time.monotonic() < give_up:
         time.sleep(0.02)
@@ -94,7 +98,8 @@ class Engines:
 
     def saved(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Have decode compute a prompt; the rows that it should have then, and has."""
-        expected = max(rows_of(self.store), 0) + len(prompt) // BLOCK_TOKENS
+        # The request before this one may still be saved.
+        expected = wait_for_rows(self.store) + len(prompt) // BLOCK_TOKENS
         self._decode.ask(prompt, 1)
         return expected, wait_for_rows(self.store, expected)
 
