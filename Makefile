@@ -13,7 +13,7 @@
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none),
 #                 and what vLLM makes of layouts, sleep and buffers on this machine
-#   make gpu-kit  what to take to a machine with a GPU and no network, and the command to run there
+#   make gpu-kit  what to take to a machine with a GPU and no network, and the commands to run there
 #   make format, clean
 #   make docs     build docs/ into .work/site, part of check; ARGS=--write makes its generated parts anew
 #   make docs-version VERSION=0.1   add the site of this release to the branch gh-pages, as "latest" too

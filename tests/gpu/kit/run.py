@@ -150,10 +150,10 @@ def steps_of(kit: Path, unpacked: Path, device: str) -> list[Step]:
         Step("nixl", [*here, "tests.gpu.kit.steps.nixl", *on], 45.0),
         Step("bytes", [*here, "tests.gpu.kit.steps.bytes", *on], 135.0),
         Step("vllm", [*here, "tests.gpu.kit.steps.vllm", *on], 300.0),
-        Step("handover", [*here, "tests.gpu.kit.steps.handover", *on], 90.0),
+        Step("handover", [*here, "tests.gpu.kit.steps.handover", *on], 130.0),
         Step("follow", [*here, "tests.gpu.kit.steps.follow", *on], 150.0),
         Step("store", [*here, "tests.gpu.kit.steps.store", *on], 150.0),
-        Step("graphs", [*here, "tests.gpu.kit.steps.graphs", *on], 120.0),
+        Step("graphs", [*here, "tests.gpu.kit.steps.graphs", *on], 100.0),
     ]
 
 
