@@ -1,0 +1,1 @@
+"""Roles that follow a shifting load, beside fixed ratios, with real engines."""
