@@ -232,6 +232,16 @@ class UnfitGateway(Refusal):
         )
 
 
+class RouterDefect(Refusal):
+    """The router itself has failed; its log says how."""
+
+    status = 500
+    kind = "InternalServerError"
+
+    def __init__(self) -> None:
+        super().__init__("the router has failed; its log says how")
+
+
 class HandoverRequired(Refusal):
     """``--require-prefill`` is set, and the request could have a ticket but has none."""
 

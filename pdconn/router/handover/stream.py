@@ -72,8 +72,7 @@ async def relay(
         headers[ENGINE_HEADER] = answer.engine
     headers[REQUEST_ID_HEADER] = request_id
     headers.update(more)
-    if headers.get("Content-Type", "").startswith(_EVENTS):
-        headers.setdefault(_BUFFERING, "no")
+    headers.update(unbuffering(headers))
     # 1. The whole body has arrived: no stream is needed.
     if answer.is_complete:
         whole = await _at_once(answer, headers, reader)
@@ -100,6 +99,16 @@ async def relay(
             reader.read_end()
             end = StreamEnd.WHOLE
     return response, StreamEnd.WHOLE if reader.is_whole else end
+
+
+def unbuffering(headers: CIMultiDict[str]) -> dict[str, str]:
+    """What is set in the head of an answer, so that no proxy before the client holds a stream back.
+
+    >>> unbuffering(CIMultiDict({"Content-Type": "text/event-stream; charset=utf-8"}))
+    {'X-Accel-Buffering': 'no'}
+    """
+    is_stream = headers.get("Content-Type", "").startswith(_EVENTS)
+    return {_BUFFERING: "no"} if is_stream and _BUFFERING not in headers else {}
 
 
 async def _write_all(

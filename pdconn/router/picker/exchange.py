@@ -34,7 +34,7 @@ from pdconn.router.picker.messages import (
     subset_of,
     takes_pieces,
 )
-from pdconn.router.picker.rpc.call import Call, MessageTooLong
+from pdconn.router.picker.rpc.call import Call, CallFailed, MessageTooLong
 from pdconn.router.router_errors import BodyTooSlow, UnfitGateway
 
 
@@ -55,6 +55,7 @@ class Exchange:
         raw: its body, once it has been read.
         subset: the endpoints of which one may be picked; None for all.
         has_left: whether the gateway has ended its call while the request was being answered.
+        was_sent_on: whether the gateway was told where to send the request.
     """
 
     def __init__(self, call: Call, max_nbytes: int, stall_s: float) -> None:
@@ -65,6 +66,7 @@ class Exchange:
         self.raw: bytes | None = None
         self.subset: frozenset[str] | None = None
         self.has_left = False
+        self.was_sent_on = False
         self._call = call
         self._max_nbytes = max_nbytes
         self._stall_s = stall_s
@@ -185,6 +187,7 @@ class Exchange:
             in_pieces=self._in_pieces is True,
             has_trailers=self._had_trailers,
         )
+        self.was_sent_on = True
         await self._write(*messages)
 
     async def refuse(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
@@ -228,7 +231,12 @@ class Exchange:
         return True
 
     async def _read(self) -> Any:
-        raw = await self._call.read()
+        try:
+            raw = await self._call.read()
+        except MessageTooLong:
+            raise
+        except CallFailed as error:  # compressed, or cut off
+            raise BadMessage(f"a message of a gateway: {error}") from error
         if raw is None:
             raise GatewayLeft
         try:

@@ -33,7 +33,7 @@ from pdconn.router.front.client_api import (
     told_headers,
 )
 from pdconn.router.handover.listing import Listing
-from pdconn.router.handover.stream import ENGINE_HEADER
+from pdconn.router.handover.stream import ENGINE_HEADER, unbuffering
 from pdconn.router.handover.tries import end_of
 from pdconn.router.labels import CallRefused, PickEnd, RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
@@ -51,7 +51,13 @@ from pdconn.router.picker.messages import (
     upstream_of,
 )
 from pdconn.router.picker.pick import AnswerHead, Pick
-from pdconn.router.picker.rpc.call import DEADLINE_EXCEEDED, INVALID_ARGUMENT, Call, CallFailed
+from pdconn.router.picker.rpc.call import (
+    DEADLINE_EXCEEDED,
+    INVALID_ARGUMENT,
+    Call,
+    CallFailed,
+    MessageTooLong,
+)
 from pdconn.router.router_errors import (
     BadHead,
     Busy,
@@ -60,6 +66,7 @@ from pdconn.router.router_errors import (
     NoEngineLeft,
     Refusal,
     RequestTimedOut,
+    RouterDefect,
     Unauthorized,
     UnfitGateway,
 )
@@ -78,6 +85,7 @@ _STATUSES = {
     CallRefused.SILENT: DEADLINE_EXCEEDED,
 }
 _TIMED_OUT = 504
+_PROBED_BY = ("GET", "HEAD")
 _JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
@@ -127,7 +135,7 @@ class PickerService:
             await self._serve(exchange)
         except GatewayLeft:
             pass
-        except BadMessage as error:
+        except (BadMessage, MessageTooLong) as error:
             raise self._failed(CallRefused.MALFORMED, str(error)) from error
         except asyncio.CancelledError:
             # ``Exchange.watch`` has cancelled the task, or the gateway its call.
@@ -156,7 +164,16 @@ class PickerService:
         listen = self._api.config.listen
         try:
             exchange.check_modes()
-            status = await self._answer(exchange, served, path)
+            try:
+                status = await self._answer(exchange, served, path)
+            except (Refusal, GatewayLeft, BadMessage, CallFailed):
+                raise
+            except Exception as error:
+                if exchange.was_sent_on:
+                    raise
+                # A call that only fails has a gateway that fails open send the request unchecked.
+                log.exception("pdconn: request failed request=%s", served.request_id)
+                raise RouterDefect from error
         except Refusal as error:
             if isinstance(error, UnfitGateway):
                 self._metrics.call_refused(CallRefused.UNFIT)
@@ -179,7 +196,9 @@ class PickerService:
         if (name := repeated_in_one(head.headers)) is not None:
             raise BadHead(name, "one header of this name", "several")
         _check_tries(headers)
-        if served.path in PROBES and served.method == "GET":
+        if served.path in PROBES:
+            if served.method not in _PROBED_BY:
+                raise MethodNotAllowed(served.method, served.path, set(_PROBED_BY))
             name_engines = self._api.config.listen.show_engines
             page = await self._probes.page(served.path, name_engines=name_engines)
             await exchange.refuse(page.status, {**_JSON, **page.headers}, page.body)
@@ -302,7 +321,7 @@ class PickerService:
         pick.answer_began(answer, engine)
         sent.counted.end = self._end(served, status, head.headers)
         naming = {} if engine is None else self._naming(engine)
-        return sent.ours | naming | self._telling(served)
+        return sent.ours | naming | self._telling(served) | unbuffering(head.headers)
 
     def _ended(self, sent: _Sent) -> None:
         """Note how a request ended that the gateway was sent on with."""

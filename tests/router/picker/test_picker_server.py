@@ -234,6 +234,22 @@ async def test_bytes_that_are_no_message_end_the_call_with_one_line(
         await until(lambda: d.metric("inflight_requests") == 0)
 
 
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.NoCompression])
+@in_loop
+async def test_a_compressed_message_ends_its_call_and_is_counted(compression: Any) -> None:
+    """The control: the same message as it is."""
+    is_read = compression is grpc.Compression.NoCompression
+    async with deployment(running=running_picker) as d, calling(port_of(d)) as begin:
+        call = begin(compression=compression)
+        await call.write(head(b"/" + b"x" * 5000, ends=True))
+        code = grpc.StatusCode.OK if is_read else grpc.StatusCode.INVALID_ARGUMENT
+        if is_read:
+            assert (await call.read()).immediate_response.status.code == 404
+            await call.done_writing()
+        assert await call.code() is code
+        assert d.metric("gateway_calls_refused_total", reason="malformed") == (not is_read)
+
+
 @pytest.mark.parametrize("begins", [True, False])
 @in_loop
 async def test_a_call_without_a_head_ends(begins: bool) -> None:

@@ -11,7 +11,7 @@ from pdconn.router.picker import picker_service
 from pdconn.router.picker.endpoints import Endpoints
 from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.deployment import deployment
-from tests.fakes.event_loop import in_loop
+from tests.fakes.event_loop import in_loop, until
 from tests.fakes.fake_engine import ANSWER, FakeEngine
 from tests.router.picker.gateway import MODES, Filter, behind_envoy
 
@@ -109,6 +109,36 @@ async def test_the_final_check_of_endpoints_holds_by_itself(
             assert (await d.complete()).status == 200
         assert not any(seen.params.get("do_remote_prefill") for seen in d.decode[1].seen)
         assert len(d.decode[0].seen) == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@in_loop
+async def test_a_request_that_the_picker_fails_at_is_not_sent_on_unchecked(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the gateway fails open: else whoever finds a defect gets past every check."""
+    async with deployment(running=behind_envoy(Filter(mode, fails_open=True))) as d:
+        with monkeypatch.context() as defect:
+            defect.setattr("pdconn.router.front.client_api.parse_body", None)
+            reply = await d.complete()
+        assert (reply.status, reply.error["type"]) == (500, "InternalServerError")
+        assert not any(engine.seen for engine in (*d.prefill, *d.decode))
+        assert len([one for one in caplog.records if one.exc_info]) == 1
+        await until(lambda: d.metric("inflight_requests") == 0)
+        assert (await d.complete()).status == 200  # the control
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
+@in_loop
+async def test_probes_have_the_methods_that_the_proxys_have(path: str) -> None:
+    async with deployment() as by_proxy, deployment(running=behind_envoy(Filter())) as by_picker:
+        for method in ("GET", "HEAD", "POST"):
+            wanted, got = [await d.send(path, method=method) for d in (by_proxy, by_picker)]
+            assert (got.status, got.headers.get("Allow")) == (
+                wanted.status,
+                wanted.headers.get("Allow"),
+            )
+        assert (got.status, got.body) == (405, wanted.body)
 
 
 @in_loop
