@@ -47,6 +47,7 @@ MOST_PICKED = 3
 LOOK_UP_S = 5.0
 """Time-out of asking one engine whether it keeps a response."""
 _NOT_FOUND = 404
+_NOTHING_CAME = "no answer began"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class PickedDecode:
 
     def _closed(self, request: RoutedRequest, leg: BegunLeg, has_begun: bool | None) -> None:
         leg.flight.finish()
-        request.note(Over(leg.began, "no answer began" if has_begun is False else None))
+        request.note(Over(leg.began, _NOTHING_CAME if has_begun is False else None))
         if has_begun is False:
             # The client has left, and decode may never have had the request.
             self.abandoned.return_ticket(request)
@@ -206,18 +207,22 @@ class PickedPasses:
             engines = engines if keeper is None else [keeper]
         picked = tuple(engines[:MOST_PICKED])
         flight = self.router.loads.inflight.start_request(picked[0], 0)
+        span = passing.span.child("pass", engine=picked[0])
+        span.inject(passing.headers)
 
         def answered(engine: str | None, head: AnswerHead) -> None:
             role = Role.PREFILL if passing.asks is Asks.ANY else Role.DECODE
-            passing.span.note(status=head.status)
+            span.note(status=head.status)
             if engine is not None:
                 self.tries.engine_refused(
                     role, engine, head.status, passing.request_id, head.retry_after
                 )
 
         def closed(has_begun: bool | None) -> None:
-            del has_begun
             flight.finish()
+            if has_begun is False:
+                span.mark_failed(_NOTHING_CAME)
+            span.end()
 
         return Pick(picked, passing.headers, None, answered, closed)
 

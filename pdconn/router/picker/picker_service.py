@@ -314,11 +314,10 @@ class PickerService:
         if upstream is not None and seen is not PickEnd.UNTOLD:
             fleet = self._api.handover.engines.names
             engine = sent.endpoints.get(upstream) or self._endpoints.engine_at(upstream, fleet)
-        answer, limit_s = AnswerHead(status, head.headers.get("Retry-After")), sent.limit_s
+        limit_s = sent.limit_s
         if limit_s is not None and status == _TIMED_OUT and sent.late_s() >= 0:
-            pick.answer_began(answer, None)  # no fault of the engine, as in the proxy
-            raise RequestTimedOut(limit_s)
-        pick.answer_began(answer, engine)
+            raise RequestTimedOut(limit_s)  # to the pick no answer has begun, as in the proxy
+        pick.answer_began(AnswerHead(status, head.headers.get("Retry-After")), engine)
         sent.counted.end = self._end(served, status, head.headers)
         naming = {} if engine is None else self._naming(engine)
         return sent.ours | naming | self._telling(served) | unbuffering(head.headers)

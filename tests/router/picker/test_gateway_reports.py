@@ -164,6 +164,8 @@ async def test_a_request_ends_at_the_gateway_when_the_routers_time_is_over(mode:
         await until(lambda: returned(d) == 1)
         # Too slow for a client is not broken.
         assert d.metric("retries_total", role="decode", engine=d.decode[0].url) == 0
+        # What the gateway says then is no first byte of an engine.
+        assert d.metric("decode_first_byte_seconds_count") == 0
         d.decode[0].script = endless
         async with asyncio.timeout(20):
             body = {"model": MODEL, "prompt": "x", "stream": True}
@@ -172,6 +174,7 @@ async def test_a_request_ends_at_the_gateway_when_the_routers_time_is_over(mode:
                 with pytest.raises(Exception, match="payload"):
                     await answer.read()
         await until(lambda: outcomes(d) == {RequestEnd.TIMED_OUT: 2})
+        assert d.metric("decode_first_byte_seconds_count") == 1
         d.decode[0].script = None
         assert (await d.complete()).status == 200
         await until(lambda: outcomes(d) == {RequestEnd.TIMED_OUT: 2, RequestEnd.OK: 1})

@@ -25,6 +25,8 @@ from tests.router.picker.gateway import BUFFERED, PIECES, Filter, behind_envoy
 from tests.router.pulls import test_prefix_pull
 from tests.router.routing import test_decide, test_model_keys, test_models
 from tests.router.sessions import test_sessions
+from tests.router.tracing import test_traces
+from tests.router.tracing.otlp_receiver import receiving
 
 Law = Callable[[], None]
 
@@ -104,6 +106,19 @@ def test_what_holds_of_the_proxy_holds_behind_a_gateway(
     law: Law, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(law, BUFFERED, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        test_traces.test_passed_requests_are_traced_too,
+        pytest.param(test_traces.test_a_request_that_fails_is_marked, marks=pytest.mark.matrix),
+    ],
+    ids=name_of,
+)
+def test_its_traces_are_a_gateways_too(law: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiving() as receiver:
+        hold(partial(law, receiver=receiver), BUFFERED, monkeypatch)
 
 
 @pytest.mark.matrix
