@@ -119,7 +119,7 @@ async def test_requests_wait_for_a_place_and_are_then_served() -> None:
         assert {one.status for one in await asyncio.gather(*running)} == {200}
         assert d.metric("queued_requests") == 0
         assert d.metric("queue_seconds_count") == 2
-        assert (d.outcome("ok"), d.outcome("busy")) == (3, 1)
+        await until(lambda: (d.outcome("ok"), d.outcome("busy")) == (3, 1))
 
 
 @in_loop

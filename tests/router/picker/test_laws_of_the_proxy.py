@@ -1,7 +1,8 @@
 """Tests of the proxy, run as they are with an Envoy and a picker in the proxy's place.
 
 A choice: a test of the proxy is left out here where a gateway cannot do the same (docs/gateway.md
-says what), or where the test looks into the proxy's own process.
+says what), or where the test looks into the proxy's own process.  A gateway ends its call a moment
+after the client has its answer: a test that is to be chosen waits for outcomes (``until``).
 """
 
 from __future__ import annotations
