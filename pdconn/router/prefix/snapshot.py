@@ -15,7 +15,8 @@
      "request": {"hashes": [1, 2, 3], "num_tokens": 48}}
 
 ``kind`` is vLLM's ``kv_cache_spec_kind``.  A block of several hash blocks is stored under the hash
-of its last one, as in vLLM.  A hash that is listed twice is held twice.
+of its last one, as in vLLM.  A hash that is listed twice is held twice.  Of a hash the low 64 bits
+count, as in the events.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
 from transport.errors import FieldError
 
 VERSION = 1
+_LOW = (1 << 64) - 1
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -160,7 +162,8 @@ def index_of(snapshot: Snapshot) -> Index:
             spec = GroupSpec(group.kind, group.window, group.block_tokens, group.eagle)
             index.learn_group(name, int(number), spec)
         for blocks in pod.blocks:
-            index.store_blocks(name, blocks.group, blocks.medium.lower(), blocks.hashes)
+            hashes = [one & _LOW for one in blocks.hashes]
+            index.store_blocks(name, blocks.group, blocks.medium.lower(), hashes)
         if isinstance(pod.row_tokens, int):
             index.learn_row(name, pod.row_tokens)
     return index
@@ -169,7 +172,8 @@ def index_of(snapshot: Snapshot) -> Index:
 def prompt_of(snapshot: Snapshot) -> Prompt:
     """The request of a snapshot."""
     asked = snapshot.request
-    return Prompt(asked.hashes, asked.num_tokens, snapshot.hash_block_tokens)
+    hashes = [one & _LOW for one in asked.hashes]
+    return Prompt(hashes, asked.num_tokens, snapshot.hash_block_tokens)
 
 
 def explain_snapshot(snapshot: Snapshot) -> dict[str, Explained]:

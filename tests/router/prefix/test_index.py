@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import truth
 from typing import Any
 
 import pytest
@@ -147,3 +149,72 @@ def test_the_leading_slots_end_at_the_first_unknown_hash() -> None:
     index.store_blocks("a", 0, "gpu", [1, 2, 4])
     assert index.leading_slots_of([1, 2, 3, 4]).tolist() == index.slots_of([1, 2]).tolist()
     assert len(index.leading_slots_of([3, 1])) == 0
+
+
+def _one_by_one(index: Index, hashes: Sequence[int]) -> list[int]:
+    """The leading slots, each from the dictionary."""
+    return list(takewhile(truth, index.slots_of(hashes).tolist()))
+
+
+class CountedDict(dict[int, int]):
+    """Counts what it is asked."""
+
+    asked = 0
+
+    def get(self, key: int, default: Any = None) -> Any:
+        self.asked += 1
+        return super().get(key, default)
+
+
+def _asked_for(index: Index, hashes: Sequence[int]) -> int:
+    """How often a look-up asks the dictionary."""
+    index._slots = counted = CountedDict(index._slots)
+    found = index.leading_slots_of(hashes)
+    asked = counted.asked
+    assert found.tolist() == _one_by_one(index, hashes)
+    assert len(found) == len(hashes)
+    return asked
+
+
+def _churned() -> tuple[Index, list[int]]:
+    """Ten prompts of 1000 blocks went through a pod that holds two, evicted from their ends."""
+    index = Index()
+    prompts = [[*range(first, first + 1000)] for first in range(1, 10_001, 1000)]
+    for number, prompt in enumerate(prompts):
+        if number >= 2:
+            index.remove_blocks("a", 0, "gpu", prompts[number - 2][::-1])
+        index.store_blocks("a", 0, "gpu", prompt)
+    return index, prompts[-1]
+
+
+def test_a_long_prompt_is_found_in_rows_of_slots() -> None:
+    index, prompt = _churned()
+    assert _asked_for(index, prompt) < 100
+    # The control: in another order there are no rows, and every hash is asked for.
+    assert _asked_for(index, prompt[::-1]) >= 1000
+
+
+def test_a_row_of_slots_ends_at_a_removed_block() -> None:
+    """Its slot still names its hash."""
+    index, prompt = _churned()
+    index.remove_blocks("a", 0, "gpu", [prompt[700]])
+    assert len(index.leading_slots_of(prompt)) == 700
+    index.store_blocks("a", 0, "gpu", [20_000])  # gets that slot
+    assert len(index.leading_slots_of(prompt)) == 700
+    index.store_blocks("a", 0, "gpu", [prompt[700]])
+    assert len(index.leading_slots_of(prompt)) == 1000
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400), st.booleans()), max_size=20),
+    st.integers(0, 900),
+)
+def test_leading_slots_are_those_of_the_dictionary(
+    changes: list[tuple[int, int, bool]], begin: int
+) -> None:
+    index = Index()
+    for first, number, stores in changes:
+        change = index.store_blocks if stores else index.remove_blocks
+        change("a", 0, "gpu", [*range(first + 1, first + 1 + number)])
+    prompt = [*range(begin + 1, 1400)]
+    assert index.leading_slots_of(prompt).tolist() == _one_by_one(index, prompt)
