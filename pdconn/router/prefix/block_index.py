@@ -305,7 +305,10 @@ class Index:
             return False
         new = np.flatnonzero(slots == NO_SLOT)
         if len(new):
-            slots[new] = self._take_slots([hashes[row] for row in new.tolist()])
+            all_new = len(new) == number
+            slots[new] = self._take_slots(
+                hashes if all_new else [hashes[row] for row in new.tolist()]
+            )
         self._planes[plane][word][slots] |= bit
         np.frombuffer(self._holders, np.uintc)[slots] += 1
         self._count_in_pod(pod, plane, number)
@@ -439,7 +442,7 @@ class Index:
         self._slots[block] = slot
         return slot
 
-    def _take_slots(self, blocks: list[int]) -> list[int]:
+    def _take_slots(self, blocks: list[int]) -> Slots:
         """A slot for each of these different hashes, none of which has one.
 
         In a row where possible, for :meth:`leading_slots_of`: an engine evicts the blocks of a
@@ -448,15 +451,17 @@ class Index:
         reused = min(len(self._free), len(blocks))
         slots = sorted(self._free[len(self._free) - reused :])
         del self._free[len(self._free) - reused :]
-        new = array("Q", blocks)
-        np.frombuffer(self._hashes, np.uint64)[slots] = np.frombuffer(new, np.uint64)[:reused]
         slots += range(len(self._hashes), len(self._hashes) + len(blocks) - reused)
+        found, new = np.array(slots, np.intp), array("Q", blocks)
+        known = np.frombuffer(self._hashes, np.uint64)
+        known[found[:reused]] = np.frombuffer(new, np.uint64)[:reused]
+        del known  # a view would keep the array from growing
         self._hashes += new[reused:]
         self._holders.frombytes(bytes((len(blocks) - reused) * self._holders.itemsize))
         while len(self._hashes) > self._capacity:
             self._grow()
         self._slots.update(zip(blocks, slots, strict=True))
-        return slots
+        return found
 
     def _release_slot(self, slot: int) -> None:
         self._holders[slot] -= 1
