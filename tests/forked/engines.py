@@ -31,7 +31,16 @@ PRELOADED = (
     "vllm.entrypoints.serve.dev.rpc.api_router",
     "model_hosting_container_standards.sagemaker",
     "prometheus_fastapi_instrumentator",
+    "vllm.collect_env",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.renderers.hf",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
     "pdconn.vllm.connector",
+    "tests.forked.kernels",
 )
 """What every engine imports.  NIXL and UCX are not among it: they take hold of devices."""
 

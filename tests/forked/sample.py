@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import random
@@ -13,6 +15,7 @@ import time
 
 from tests.forked import sample_import
 
+gc.unfreeze()
 FOUND = {
     "arguments": sys.argv[1:],
     "own": os.environ.get("FORKED_OWN"),
@@ -24,6 +27,7 @@ FOUND = {
     "random": random.random(),
     "input": sys.stdin.read(),
     "files": sorted(os.listdir("/proc/self/fd")),
+    "frozen": gc.get_freeze_count(),
     "handler": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
 }
 
@@ -34,7 +38,10 @@ def main(how: str) -> None:
     if how == "raise":
         raise ValueError("no such model")
     if how == "exit":
+        atexit.register(print, "said at the end")
         sys.exit(7)
+    if how == "exit with words":
+        sys.exit("no such port")
     if how == "leave a child":
         words = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
         child = subprocess.Popen(words, start_new_session=True)

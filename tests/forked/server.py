@@ -10,6 +10,7 @@ here.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -19,6 +20,8 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,6 +32,7 @@ from typing import Any, NoReturn
 from pdconn.tools.lab import process_keeper
 
 MESSAGE_NBYTES = 1 << 20
+_LAST_MESSAGES_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def _become_keeper(request: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 def _fork_engine(request: dict[str, Any], scratch: str) -> ForkedCommand:
-    """In the keeper.  In the second fork it raises ``SystemExit``, which ends the interpreter."""
+    """In the keeper.  The second fork does not return."""
     pid = os.fork()
     if pid:
         return ForkedCommand(pid)
@@ -132,7 +136,33 @@ def _fork_engine(request: dict[str, Any], scratch: str) -> ForkedCommand:
         code = end.code
     except BaseException:  # noqa: BLE001 - as Python ends a script
         traceback.print_exc()
-    raise SystemExit(code)
+    _end(code)
+
+
+def _end(code: int | str | None) -> NoReturn:
+    """As Python ends, and :mod:`multiprocessing` a fork: all but freeing each object.
+
+    Most are what was imported; to free them, a fork would first have to copy them.
+    """
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code or 0)
+
+
+def _keep_frozen() -> None:
+    """Leave what was imported out of all collections.
+
+    vLLM undoes its own ``gc.freeze`` as an engine ends, and collects twice: half a second each
+    over objects of which none is garbage.  An engine's last messages are read in that time.
+    """
+    time.sleep(_LAST_MESSAGES_S)
 
 
 def _take_place(request: dict[str, Any], scratch: str) -> None:
@@ -151,6 +181,7 @@ def _take_place(request: dict[str, Any], scratch: str) -> None:
     os.environ.update(request["env"])
     os.environ["TMPDIR"] = scratch
     tempfile.tempdir = None
+    gc.unfreeze = _keep_frozen
     sys.argv = [request["module"], *request["arguments"]]
 
 

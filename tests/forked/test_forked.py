@@ -85,8 +85,10 @@ def test_what_was_imported_is_not_imported_anew_and_yet_each_draws_other_numbers
         first, second, other = found(one), found(two), found(started)
     assert first["imported by"] == second["imported by"] not in (first["pid"], second["pid"])
     assert first["random"] != second["random"]
+    assert first["frozen"] > 0, "no collection looks through what was imported"
     assert first["temporary"] != second["temporary"]
     assert other["imported by"] == other["pid"], "control: a started one imports for itself"
+    assert other["frozen"] == 0
 
 
 def test_a_variable_that_imports_read_makes_it_start_as_others_do(tmp_path: Path) -> None:
@@ -113,7 +115,14 @@ def test_variables_are_noted_whether_they_are_there_or_not(monkeypatch: Any) -> 
     }
 
 
-@pytest.mark.parametrize(("how", "code", "last"), [("exit", 7, ""), ("raise", 1, "ValueError")])
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("exit", 7, "said at the end"),
+        ("exit with words", 1, "no such port"),
+        ("raise", 1, "ValueError"),
+    ],
+)
 @pytest.mark.parametrize("kind", [ForkedSample, Process])
 def test_its_exit_status_and_last_words_are_seen(
     tmp_path: Path, how: str, code: int, last: str, kind: type[Process]

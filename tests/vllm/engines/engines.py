@@ -27,6 +27,9 @@ from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import ForkedProcess, running
 
 MAX_MODEL_LEN = 2048
+KV_CACHE_MIB = 128
+"""Of an engine that is to hold all prompts of a test.  Most of what an engine's start takes the
+kernel is to find this memory and to make huge pages of it."""
 MAX_TOKENS = 6
 BLOCK = 32
 WINDOW = 64
@@ -276,6 +279,7 @@ def engine(
         tensor_parallel=ranks,
         one_process=configuration.one_process and ranks == 1,
         cpus=(core % cores,) if bound else None,
+        kv_cache_mib=KV_CACHE_MIB,
         num_blocks=None if producer else configuration.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         block_tokens=BLOCK,

@@ -23,7 +23,7 @@ from pdconn.tools.lab.lab_client import (
 from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import running
-from tests.vllm.engines.engines import LEASE_S, cache_beside, transfer_config
+from tests.vllm.engines.engines import KV_CACHE_MIB, LEASE_S, cache_beside, transfer_config
 from tests.vllm.engines.families.models import Family
 
 MAX_MODEL_LEN = 2048
@@ -73,6 +73,7 @@ def engine(
         prefix_caching=prefix_caching,
         tensor_parallel=ranks,
         one_process=ranks == 1,
+        kv_cache_mib=KV_CACHE_MIB,
         max_model_len=max_model_len,
         block_tokens=family.block_tokens,
         args=("--dtype", family.dtype, *family.args, *args),
