@@ -262,7 +262,8 @@ def engine(
     port, side = free_ports(2)
     cores = os.cpu_count() or 1
     producer = role != "kv_consumer"
-    bound = cores > 1 and ranks == 1 and not configuration.one_process
+    in_one = configuration.one_process and ranks == 1
+    bound = cores > 1 and ranks == 1 and not in_one
     extra.setdefault("verify", configuration.verify)
     if producer:
         extra["kv_lease_duration"] = LEASE_S
@@ -277,13 +278,17 @@ def engine(
         layout=configuration.layout,
         prefix_caching=configuration.prefix_caching,
         tensor_parallel=ranks,
-        one_process=configuration.one_process and ranks == 1,
+        one_process=in_one,
         cpus=(core % cores,) if bound else None,
         kv_cache_mib=KV_CACHE_MIB,
         num_blocks=None if producer else configuration.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         block_tokens=BLOCK,
-        env={"VLLM_SERVER_DEV_MODE": "1"},  # for resets of its cache
+        env={
+            "VLLM_SERVER_DEV_MODE": "1",  # for resets of its cache
+            # Beside a pair with a worker of its own in each, two cores have little to spin with.
+            **({} if in_one else {"PDCONN_PATIENT_READERS": "1"}),
+        },
         args=("--enable-prompt-tokens-details",),
     )
 

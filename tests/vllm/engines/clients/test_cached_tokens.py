@@ -32,8 +32,9 @@ class Told:
     by_decode: int
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(pair: PdPair) -> Iterator[str]:
+    """One proxy for all, which loads the model's tokenizer in seconds; no two texts are alike."""
     with pair.proxy() as made:
         yield made
 

@@ -46,7 +46,7 @@ class Served:
         return self.pair.decode.metrics().get("pdconn:pulls_total", 0.0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(pair: PdPair) -> Iterator[Served]:
     with pair.proxy() as url:
         yield Served(pair, url)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pdconn.router.openai.passed import PASSED
 from pdconn.router.openai.requests import Route
+from pdconn.tools.lab.spec import EngineSpec
 from tests.forked.engines import ForkedProcess
 from tests.router.openai.test_passed import ADMIN
 
@@ -35,7 +36,10 @@ def test_every_route_of_vllm_is_in_one_list_and_no_other(tmp_path: Path) -> None
     """A route that a new vLLM adds is in none: decide where it belongs."""
     log = tmp_path / "routes.log"
     command = [sys.executable, "-m", RoutesProcess.module]
-    with RoutesProcess("routes", command, log, env=os.environ) as printing:
+    spec = EngineSpec("routes", tmp_path, 0, one_process=True)
+    env = spec.environment(os.environ, tmp_path)  # what an engine has, or it could not be forked
+    with RoutesProcess("routes", command, log, env=env) as printing:
+        assert printing.forked
         end = os.pidfd_open(printing.pid)
         assert select.select([end], [], [], 120.0)[0], "it has not ended"
         os.close(end)
