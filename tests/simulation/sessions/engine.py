@@ -7,7 +7,8 @@
               └── KV events ──► whoever listens (the router's index)
 
 A step takes a fixed time and that of the prompt tokens that it computes.  What is pulled takes its
-bytes' time, in which the lender's blocks stay pinned; no byte moves.  Attention is full.
+bytes' time, in which the lender's blocks stay pinned; no byte moves.  Attention is full, or full
+in one KV cache group beside others of sliding windows, all of one number of layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from functools import partial
 from typing import Any
 
 from pdconn.router.fleet.engine_page import Load
-from pdconn.vllm.patches.pool.pinned_blocks import NumberedPins
+from pdconn.router.prefix.groups import GroupSpec
+from pdconn.vllm.patches.pool.pinned_blocks import NumberedPins, block_ids_of
 from pdconn.vllm.values import KeepShares
 from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
 from tests.simulation.world import World
@@ -54,19 +56,56 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Groups of sliding windows beside one of full attention.
+
+    Attributes:
+        groups: their number; 0 for full attention alone.
+        tokens: of a window.
+    """
+
+    groups: int = 0
+    tokens: int = 1024
+
+    def spec(self, block_tokens: int) -> GroupSpec:
+        """One of them, as the router knows it."""
+        return GroupSpec("sliding_window", self.tokens, block_tokens)
+
+
+@dataclass(frozen=True)
 class CacheSize:
-    """Of an engine's cache, and how much of it promises may pin."""
+    """Of an engine's cache, and how much of it promises may pin.
+
+    Attributes:
+        num_blocks: blocks of all layers.  Where there are groups of windows, a block of the pool
+            is of the layers of one group, and there are as many more of them.
+    """
 
     block_tokens: int
     num_blocks: int
     shares: KeepShares = field(default_factory=KeepShares)
     chunk_tokens: int = 8192
     longest: int = 1 << 15
+    windows: Windows = Windows()
+
+    @property
+    def shape(self) -> CacheShape:
+        """Its groups, and the blocks of the pool that they share."""
+        window = GroupShape(self.block_tokens, self.windows.tokens)
+        groups = (GroupShape(self.block_tokens), *(window,) * self.windows.groups)
+        return CacheShape(groups, len(groups) * self.num_blocks, retention=0)
 
     @property
     def tokens(self) -> int:
-        """That fit into it."""
+        """Of all layers, that fit into it."""
         return self.block_tokens * self.num_blocks
+
+    def held_tokens(self, num_tokens: int) -> float:
+        """Tokens of all layers that take the bytes of a prompt: of windows only the last blocks."""
+        whole = -(-num_tokens // self.block_tokens)
+        last = min(whole, self.windows.spec(self.block_tokens).tail_blocks)
+        held = whole + self.windows.groups * last
+        return self.block_tokens * held / (1 + self.windows.groups)
 
 
 @dataclass
@@ -118,8 +157,7 @@ class SessionEngine:
     ) -> None:
         self.name, self.size, self._world, self._speed = name, size, world, speed
         self._is_prefill = is_prefill
-        shape = CacheShape((GroupShape(size.block_tokens),), size.num_blocks)
-        self._core = started(shape, longest=size.longest, is_async=False, is_watched=True)
+        self._core = started(size.shape, longest=size.longest, is_async=False, is_watched=True)
         self.scheduler = self._core.scheduler
         self.scheduler.max_num_scheduled_tokens = size.chunk_tokens
         self.scheduler.kv_event_publisher.publish = publish
@@ -219,11 +257,16 @@ class SessionEngine:
 
     def _lend(self, name: str, num_tokens: int) -> None:
         """The blocks stay for as long as the pull takes."""
-        [ids] = self.scheduler.kv_cache_manager.get_block_ids(name)
+        groups = block_ids_of(self.scheduler.kv_cache_manager, name)
         number = next(self._numbers)
-        self._lent.pin_blocks(number, ids)
-        over_s = 2 * self._speed.step_s + num_tokens / self._speed.pulled_per_s
+        self._lent.pin_blocks(number, [block for ids in groups for block in ids if block])
+        over_s = 2 * self._speed.step_s + self._pull_s(num_tokens)
         self._world.at(over_s, partial(self._lent.unpin_blocks, number))
+
+    def _pull_s(self, num_tokens: int) -> float:
+        """Of the last tokens of a prompt."""
+        nbytes = num_tokens if not self.size.windows.groups else self.size.held_tokens(num_tokens)
+        return nbytes / self._speed.pulled_per_s
 
     def _begin_pulls(self) -> None:
         for name, asked in self._asked.items():
@@ -233,8 +276,7 @@ class SessionEngine:
             if request.status.name != "WAITING_FOR_REMOTE_KVS":
                 continue
             self._pulling.add(name)
-            took_s = asked.missing / self._speed.pulled_per_s
-            self._world.at(took_s, partial(self._arrived, name))
+            self._world.at(self._pull_s(asked.missing), partial(self._arrived, name))
 
     def _arrived(self, name: str) -> None:
         self._received.add(name)

@@ -77,6 +77,7 @@ def row_of(way: str, fleet: Fleet) -> Row:
     first_s = statistics.median(firsts) if firsts else 0.0
     cycle_s = sum(load.pause_s) / 2 + first_s + load.answer * shape.speed.step_s
     caches = shape.prefill * shape.prefill_cache.tokens
+    one_off = shape.prefill_cache.held_tokens(load.one_off)
     earlier = sum(one.earlier for one in turns)
     broken = [fleet.count(f"promises_broken_{why}") for why in ("room", "share", "reset")]
     return Row(
@@ -88,7 +89,7 @@ def row_of(way: str, fleet: Fleet) -> Row:
         1e3 * firsts[int(0.9 * len(firsts))] if turns else None,
         per_s,
         max(fleet.waits, default=0.0),
-        None if per_s is None else per_s * load.one_off * cycle_s / caches,
+        None if per_s is None else per_s * one_off * cycle_s / caches,
         sum(broken) + fleet.count("promises_refused"),
         sum(one.broken for one in turns),
         sum(one.moved for one in turns),

@@ -7,6 +7,8 @@ prompts that fills prefill's caches about twice between two turns of a session. 
 (:mod:`tests.simulation.sessions.engine`) are vLLM's scheduler, block pool and KV events with what
 our connector keeps; the router's decisions are its own.  Computing takes the time that ``pdconn
 plan`` gives it, tokens over ``--prefill-rate``, and a pull its tokens over ``--pull-rate``.
+With ``--windows 3 1024`` a fourth of the layers have full attention, and the others windows; a
+cache is of as many bytes as without, and the router learns of the windows by the engines' events.
 
 without         nothing is kept
 keep            each turn says ``keep``
@@ -33,7 +35,7 @@ from typing import Any
 
 from pdconn.tools.output.table import table
 from pdconn.vllm.values import KeepShares
-from tests.simulation.sessions.engine import CacheSize, Speed
+from tests.simulation.sessions.engine import CacheSize, Speed, Windows
 from tests.simulation.sessions.fleet import Load, Shape
 from tests.simulation.sessions.ways import ALONE, NO_PAUSE, ROOMY, WAYS, WITHOUT, Row, run_way
 
@@ -104,6 +106,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=4, help="engines")
     parser.add_argument("--cache", type=int, default=128_000, help="tokens, of a prefill engine")
     parser.add_argument("--share", type=float, default=0.5, help="of a cache that may be kept")
+    parser.add_argument(
+        "--windows", type=int, nargs=2, default=(0, 1024), metavar=("GROUPS", "TOKENS"),
+        help="groups of sliding windows, of as many layers each as full attention has",
+    )  # fmt: skip
     parser.add_argument("--prefill-rate", type=float, default=25_000.0, help="tokens a second")
     parser.add_argument("--pull-rate", type=float, default=500_000.0, help="tokens a second")
     parser.add_argument("--jobs", type=int, default=2, help="ways at once")
@@ -127,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     shares = KeepShares(options.share, options.share)
     longest = options.first + options.turns * options.growth + BLOCK
     caches = [
-        CacheSize(BLOCK, tokens // BLOCK, shares, longest=longest)
+        CacheSize(
+            BLOCK, tokens // BLOCK, shares, longest=longest, windows=Windows(*options.windows)
+        )
         for tokens in (options.cache, 3 * options.cache)
     ]
     speed = Speed(options.prefill_rate, options.pull_rate)
