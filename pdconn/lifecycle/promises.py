@@ -118,6 +118,10 @@ class KeepShares:
         share = float(given.share)
         return cls(share, min(share, float(given.tenant_share)), float(given.seconds))
 
+    def cut_to_s(self, asked_s: float) -> float | None:
+        """The seconds of a promise for which more are asked; None if they are not too many."""
+        return self.seconds if asked_s > self.seconds else None
+
     def limits_of(self, total: int) -> PromiseLimits:
         """The bounds, where there is so much that could be kept."""
         return PromiseLimits(int(self.share * total), int(self.tenant_share * total), self.seconds)

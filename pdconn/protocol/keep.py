@@ -8,7 +8,8 @@ first two, and the answer has the third::
     "kept": {"session": "agent-7", "tokens": 3200, "used": true}
 
 ``used`` is true if this turn has come back to what was kept for it.  ``broken`` is there if an
-earlier promise of the session was broken, and tells why; ``refused`` if nothing is kept.
+earlier promise of the session was broken, and tells why; ``refused`` if nothing is kept;
+``seconds`` if it is kept for a shorter time than was asked, with that time.
 
 The sessions of others that a request has displaced do not see its answer.  An answer that only a
 router reads (a ticket for the whole prompt, or a prefetch) therefore has a list beside ``kept``::
@@ -19,7 +20,9 @@ Each break is in one list, of at most ``MOST_REPORTED``; the next answer has the
 tells the session with its next answer, whichever engine gives it.
 
 With a store ``rows`` is true if the turn's rows are kept, as far as they are there, and
-``rows_broken`` tells why an earlier promise to keep rows was broken.
+``rows_broken`` tells why an earlier promise to keep rows was broken; rows of a turn that turn out
+to be more than may be kept are told so, since the answer has promised them.  ``rows_seconds`` is as
+``seconds``, of rows.
 """
 
 from __future__ import annotations
@@ -142,6 +145,7 @@ def kept_params(
     used: bool = False,
     broken: str | None = None,
     refused: str | None = None,
+    cut_to_s: float | None = None,
 ) -> dict[str, Any]:
     """The answer's parameters: tokens that are kept from now on.
 
@@ -151,20 +155,25 @@ def kept_params(
         used: whether this turn has come back to what was kept for it.
         broken: why an earlier promise was broken; None if none was.
         refused: why nothing is kept; None if something is.
+        cut_to_s: seconds for which it is kept; None if for as long as was asked.
     """
-    why = {"broken": broken, "refused": refused}
-    said = {name: text for name, text in why.items() if text is not None}
+    why = {"broken": broken, "refused": refused, "seconds": cut_to_s}
+    said = {name: one for name, one in why.items() if one is not None}
     kept = {"session": session, "tokens": num_tokens, "used": used, **said}
     return {"pdconn": {"kept": kept}}
 
 
-def kept_rows_params(session: str, *, kept: bool, broken: str | None) -> dict[str, Any]:
+def kept_rows_params(
+    session: str, *, kept: bool, broken: str | None, cut_to_s: float | None = None
+) -> dict[str, Any]:
     """The answer's parameters of a store, beside those of :func:`kept_params`.
 
     Args:
         session: its name.
         kept: whether the turn's rows are kept, as far as they are there.
         broken: why an earlier promise to keep rows was broken; None if none was.
+        cut_to_s: seconds for which they are kept; None if for as long as was asked.
     """
-    said = {} if broken is None else {"rows_broken": broken}
+    why = {"rows_broken": broken, "rows_seconds": cut_to_s}
+    said = {name: one for name, one in why.items() if one is not None}
     return {"pdconn": {"kept": {"session": session, "rows": kept, **said}}}

@@ -18,7 +18,9 @@ from pdconn.router.router_errors import BadSetting
 ANY = "*"
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(\s*,\s*[A-Za-z0-9-]{1,64}){0,63}")
-_SHOWN = "X-Request-Id, Retry-After, X-Pdconn-Engine, X-Session-Kept, X-Session-Broken"
+_SHOWN = (
+    "X-Request-Id, Retry-After, X-Pdconn-Engine, X-Session-Kept, X-Session-Broken, X-Session-Cut"
+)
 """Response headers that pages may read beside the CORS-safelisted ones."""
 _REMEMBERED_S = 600
 _PREFIX = "access-control-"

@@ -211,7 +211,7 @@ def _session(session: SessionName, known: KnownSession) -> dict[str, object]:
     """A session: the engines that keep it, for how long, and what became of its promises."""
     now = time.monotonic()
     kept = {
-        engine: keeper.until - now
+        engine: keeper.blocks_left_s(now)
         for engine, keeper in known.keepers.items()
         if keeper.keeps_blocks(now)
     }

@@ -43,6 +43,7 @@ from pdconn.router.openai.requests import (
 )
 from pdconn.router.openai.session_orders import (
     BROKEN_HEADER,
+    CUT_HEADER,
     KEPT_HEADER,
     SESSION_FIELD,
     SESSION_HEADER,
@@ -405,7 +406,11 @@ def told_headers(routed: RoutedRequest | None, sessions: SessionTable) -> dict[s
     if routed is None or routed.session is None:
         return {}
     event = routed.last(TurnKept)
-    kept = {} if event is None else {KEPT_HEADER: str(event.report.tokens)}
+    kept = {}
+    if event is not None:
+        kept[KEPT_HEADER] = str(event.report.tokens)
+        if event.report.cut is not None:
+            kept[CUT_HEADER] = event.report.cut
     # Engines' words, of which a header takes only letters.
     whys = [shown(why, _MAX_WHY).strip("'") for why in sessions.take_untold(routed.session.session)]
     return {**kept, BROKEN_HEADER: ", ".join(whys)} if whys else kept

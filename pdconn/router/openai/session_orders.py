@@ -14,12 +14,14 @@ A session belongs to a tenant: the client's API key where the router checks keys
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 from multidict import CIMultiDict
 
 from pdconn.router.openai.requests import UNREADABLE, Fields, ParsedBody, is_empty, kind_of
@@ -31,6 +33,9 @@ KEEP_FIELD, KEEP_HEADER = "keep", "X-Session-Keep"
 RELEASE_FIELD, RELEASE_HEADER = "release", "X-Session-Release"
 KEPT_HEADER, BROKEN_HEADER = "X-Session-Kept", "X-Session-Broken"
 """Headers of the answer: tokens that prefill keeps now, and why earlier promises were broken."""
+CUT_HEADER = "X-Session-Cut"
+"""A header of the answer: what prefill grants, where that is less than was asked.  A dictionary of
+RFC 9651, of its own, since clients read ``X-Session-Kept`` as one number."""
 
 OF_STORE = "store-"
 """Prefix of a reason, where it is rows that are not kept any more."""
@@ -206,6 +211,7 @@ class KeptReport(msgspec.Struct):
         refused: why nothing is kept.
         rows: the engine's store keeps the turn's rows as well.
         rows_broken: why an earlier promise to keep rows was broken.
+        seconds, rows_seconds: for which blocks and rows are kept, if for less than was asked.
     """
 
     tokens: int = 0
@@ -214,6 +220,8 @@ class KeptReport(msgspec.Struct):
     refused: str | None = None
     rows: bool = False
     rows_broken: str | None = None
+    seconds: Annotated[float, Meta(ge=0, le=MAX_KEEP_S)] | None = None
+    rows_seconds: Annotated[float, Meta(ge=0, le=MAX_KEEP_S)] | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -225,6 +233,23 @@ class KeptReport(msgspec.Struct):
         """Why promises were broken, those of rows with a prefix."""
         rows = None if self.rows_broken is None else f"{OF_STORE}{self.rows_broken}"
         return tuple(why for why in (self.broken, rows) if why is not None)
+
+    @property
+    def cut(self) -> str | None:
+        """What is granted, as ``X-Session-Cut`` tells it; None if it is all that was asked.
+
+        >>> KeptReport(320, seconds=60.0).cut
+        'seconds=60'
+        >>> KeptReport(0, refused="share", rows=True, rows_seconds=0.5).cut
+        'refused=share, store-seconds=0.5'
+        """
+        seconds = {"seconds": self.seconds, f"{OF_STORE}seconds": self.rows_seconds}
+        cut = [f"{name}={round(s, 3):.12g}" for name, s in seconds.items() if s is not None]
+        if self.refused is not None:
+            # An engine's word, of which a header takes no more than a token.
+            is_token = re.fullmatch("[a-z][a-z_-]{0,39}", self.refused)
+            cut.insert(0, f"refused={self.refused if is_token else 'unknown'}")
+        return ", ".join(cut) or None
 
 
 class BrokenReport(msgspec.Struct):

@@ -15,6 +15,7 @@ has as many as others may have, else of the tenant that has most.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -42,14 +43,20 @@ class SessionKeeper:
     Attributes:
         until: it was asked to, by ``time.monotonic``.
         broken: why its promises were broken, by answers to other requests.
+        blocks_until: it keeps blocks, if it has granted less than was asked.
     """
 
     until: float
     broken: set[str] = field(default_factory=set)
+    blocks_until: float = math.inf
+
+    def blocks_left_s(self, now: float) -> float:
+        """For how long it should keep blocks."""
+        return min(self.until, self.blocks_until) - now
 
     def keeps_blocks(self, now: float) -> bool:
         """Whether it should keep the session's blocks."""
-        return self.until > now and all(why.startswith(OF_STORE) for why in self.broken)
+        return self.blocks_left_s(now) > 0 and all(why.startswith(OF_STORE) for why in self.broken)
 
 
 @dataclass(slots=True)
@@ -199,6 +206,8 @@ class SessionTable:
                 if why not in keeper.broken:  # else another answer has reported it before
                     self._note_end_broken(known, why)
             keeper.broken.clear()
+            if event.report.seconds is not None:
+                keeper.blocks_until = self._clock() + event.report.seconds
             if event.is_prefill:
                 known.tokens = event.report.tokens
         else:

@@ -212,6 +212,7 @@ class RowUses:
         self._marks = _Marks()
         self.counts: Counter[str] = Counter()
         self._has_broken = False
+        self._refused: list[SessionKey] = []
 
     def __contains__(self, row: RowName) -> bool:
         """Whether a use of the row was noted lately."""
@@ -269,6 +270,10 @@ class RowUses:
         rows = self._rows_of_turn(turn, catalogue, saving)
         self._promises.limits = limits
         effects = self._promises.keep(turn.key, rows, turn.seconds, self._clock())
+        if any(isinstance(effect, KeepRefused) for effect in effects):
+            # The answer, which has not waited for this thread, says that they are kept.
+            self._refused.append(turn.key)
+            self._has_broken = True
         if not self._perform(shelf, effects):  # nothing is promised that eviction does not know of
             self._perform(shelf, self._promises.release(turn.key))
             rows = []
@@ -325,12 +330,16 @@ class RowUses:
         self._perform(shelf, self._promises.note_gone(rows))
 
     def take_broken(self) -> list[tuple[SessionKey, BreakReason]]:
-        """Sessions to tell of promises that were broken since the last call, and why."""
+        """Sessions to tell of promises broken since the last call, or refused, and why."""
         if not self._has_broken:
             return []
         self._has_broken = False
         found = ((key, self._promises.tell(key)) for key in [key for key, _ in self._promises])
-        return [(key, why) for key, why in found if why is not None]
+        refused, self._refused = self._refused, []
+        return [
+            *((key, why) for key, why in found if why is not None),
+            *((key, BreakReason.SHARE) for key in refused),
+        ]
 
     # Marks
 

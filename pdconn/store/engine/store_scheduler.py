@@ -240,6 +240,11 @@ class StoreScheduler:
         )
         return self._keeper.note_use(turn)
 
+    def keep_cut_to_s(self, order: KeepOrder) -> float | None:
+        """The seconds for which rows are kept; None if for as long as is asked, or not at all."""
+        shares = self._settings.keep
+        return None if shares is None else shares.cut_to_s(order.seconds)
+
     def release_session(self, key: SessionKey) -> None:
         """Keep nothing for a session any more."""
         self._keeper.note_use(SessionReleased(key))

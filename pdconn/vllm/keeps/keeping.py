@@ -186,6 +186,7 @@ class Keeping(SchedulerPart):
             used=used,
             broken=broken,
             refused=refused,
+            cut_to_s=self._shares.cut_to_s(order.seconds) if refused is None else None,
         )
 
     # A step

@@ -360,7 +360,12 @@ class Storing(SchedulerPart):
         if known.order is not None and num_computed:
             broken = self._store.take_broken(known.order.key)
             is_kept = self._store.keep_turn(request.request_id, known.order, num_computed)
-            kept = kept_rows_params(known.order.key.session, kept=is_kept, broken=broken)
+            kept = kept_rows_params(
+                known.order.key.session,
+                kept=is_kept,
+                broken=broken,
+                cut_to_s=self._store.keep_cut_to_s(known.order) if is_kept else None,
+            )
         self._store.request_finished(request.request_id)
         if not num_computed or not reports_broken(request.kv_transfer_params):
             return kept
