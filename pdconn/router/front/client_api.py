@@ -399,21 +399,22 @@ class ClientApi(Generic[A]):
 
 
 def told_headers(routed: RoutedRequest | None, sessions: SessionTable) -> dict[str, str]:
-    """Headers that tell a client what prefill keeps of its session, and what was broken.
+    """Headers that tell a client what prefill keeps of its session, what it does not, and what was
+    broken.
 
-    They are made once an answer begins: what was broken is told once.
+    They are made once an answer begins: what was cut or broken is told once.
     """
     if routed is None or routed.session is None:
         return {}
     event = routed.last(TurnKept)
-    kept = {}
-    if event is not None:
-        kept[KEPT_HEADER] = str(event.report.tokens)
-        if event.report.cut is not None:
-            kept[CUT_HEADER] = event.report.cut
+    told = {} if event is None else {KEPT_HEADER: str(event.report.tokens)}
+    session = routed.session.session
+    if (cut := sessions.take_cut(session)) is not None:
+        told[CUT_HEADER] = cut
     # Engines' words, of which a header takes only letters.
-    whys = [shown(why, _MAX_WHY).strip("'") for why in sessions.take_untold(routed.session.session)]
-    return {**kept, BROKEN_HEADER: ", ".join(whys)} if whys else kept
+    if whys := [shown(why, _MAX_WHY).strip("'") for why in sessions.take_untold(session)]:
+        told[BROKEN_HEADER] = ", ".join(whys)
+    return told
 
 
 def _same(name: str | None) -> str | None:

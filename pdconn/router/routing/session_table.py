@@ -71,6 +71,7 @@ class KnownSession:
         ends: what became of its promises.
         untold: why promises were broken, for its next answer.
         broken: as the last answer told; empty if it told of none.
+        cut: what prefill has granted of more that was asked, for the next answer.
     """
 
     seen_s: float
@@ -80,6 +81,7 @@ class KnownSession:
     ends: Counter[PromiseEnd] = field(default_factory=Counter)
     untold: list[str] = field(default_factory=list)
     broken: tuple[str, ...] = ()
+    cut: str | None = None
 
 
 class SessionTable:
@@ -148,6 +150,8 @@ class SessionTable:
             # Until the engine answers, an earlier promise may still be reported as broken.
             broken = set() if before is None else before.broken
             known.keepers[engine] = SessionKeeper(self._clock() + order.keep_s, broken)
+        else:
+            known.cut = None
         while len(known.keepers) > MOST_KEEPERS:
             del known.keepers[next(iter(known.keepers))]
         return order.to_params()
@@ -158,7 +162,7 @@ class SessionTable:
         if known is None:
             return ()
         keepers, known.keepers, known.tokens = known.keepers, {}, 0
-        known.untold = []
+        known.untold, known.cut = [], None
         return tuple(engine for engine, keeper in keepers.items() if keeper.until > now)
 
     def note_broken(self, engine: str, reports: Iterable[BrokenReport]) -> None:
@@ -185,6 +189,18 @@ class SessionTable:
         known.broken, known.untold = tuple(known.untold), []
         return known.broken
 
+    def take_cut(self, session: SessionName) -> str | None:
+        """What prefill has granted of more that was asked; told once.
+
+        A stream's answer may begin before prefill's is there, and a prefetch is answered before it
+        is sent: then it is for the session's next answer.
+        """
+        known = self.find_session(session)
+        if known is None:
+            return None
+        cut, known.cut = known.cut, None
+        return cut
+
     def _note_end_broken(self, known: KnownSession, why: str) -> None:
         known.ends[PromiseEnd.BROKEN] += 1
         self.when_told(PromiseEnd.BROKEN)
@@ -209,7 +225,7 @@ class SessionTable:
             if event.report.seconds is not None:
                 keeper.blocks_until = self._clock() + event.report.seconds
             if event.is_prefill:
-                known.tokens = event.report.tokens
+                known.tokens, known.cut = event.report.tokens, event.report.cut
         else:
             known.turns += 1
 

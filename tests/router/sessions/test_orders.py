@@ -184,6 +184,12 @@ def test_without_an_order_bodies_are_as_they_were() -> None:
             True,
             KeptReport(9, broken="room"),
         ),
+        (
+            b'{"pdconn": {"kept": {"tokens": 9, "seconds": 30, "rows_seconds": 0.5}}}',
+            False,
+            KeptReport(9, seconds=30.0, rows_seconds=0.5),
+        ),
+        (b'{"pdconn": {"kept": {"tokens": 9, "seconds": 1e9}}}', True, None),
         (b'{"pdconn": {"kept": "x"}}', True, None),
         (b"not json", True, None),
     ],

@@ -42,6 +42,34 @@ def test_an_engine_keeps_a_session_for_its_time_and_as_much_as_it_tells() -> Non
     assert table.tokens_kept_at(A, "p") == 0
 
 
+def test_an_engine_keeps_blocks_for_as_long_as_it_has_granted_and_rows_for_longer() -> None:
+    clock = ManualClock(0.0)
+    table, order = SessionTable(clock=clock), SessionOrder(A, 60.0)
+    table.ask_to_keep(order, "p")
+    told(table, order, KeptReport(320, seconds=30.0))
+    clock.advance(29.0)
+    assert table.tokens_kept_at(A, "p") == 320
+    clock.advance(1.0)
+    assert table.tokens_kept_at(A, "p") == 0
+    table.note_broken("p", [BrokenReport("1", "store-room", "a")])
+    assert table.take_untold(A) == ("store-room",)
+    assert table.release(A) == ("p",), "it may keep rows still"
+
+
+def test_what_a_session_is_granted_is_told_once_of_its_last_turn_that_says_keep() -> None:
+    table, order = SessionTable(), SessionOrder(A, 60.0)
+    told(table, order, KeptReport(320, seconds=30.0))
+    told(table, order, KeptReport(0, seconds=9.0), is_prefill=False)
+    assert (table.take_cut(A), table.take_cut(A)) == ("seconds=30", None)
+    for report in (KeptReport(320, seconds=30.0), KeptReport(640)):
+        told(table, order, report)
+    assert table.take_cut(A) is None
+    told(table, order, KeptReport(320, seconds=30.0))
+    table.ask_to_keep(SessionOrder(A, 0.0), "p")
+    assert table.take_cut(A) is None, "it is released"
+    assert table.take_cut(SessionName("b", "1")) is None
+
+
 def test_engines_that_may_keep_a_session_are_named_once_for_its_release() -> None:
     clock = ManualClock(0.0)
     table = SessionTable(clock=clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -194,6 +195,52 @@ def test_a_session_whose_rows_somebody_removes_is_told_once(tmp_path: Path) -> N
         assert told == [BreakReason.ROOM]
         assert engine.store.take_broken(SESSION) is None
         becomes(engine, lambda: not gauge(engine))
+
+
+def refused(root: Path, share: float) -> list[BreakReason | None]:
+    """What is told of a turn whose answer has promised its rows, before the next one and then."""
+    given = settings(root, keep=KeepShares(share, share, 60.0))
+    with started(given) as engine:
+        order = KeepOrder(SESSION, 600.0)
+        assert engine.store.keep_cut_to_s(order) == 60.0
+        assert engine.store.keep_cut_to_s(replace(order, seconds=60.0)) is None
+        turn(engine, FIRST, None)
+        turned = counted_turn(engine, FIRST)
+        told: list[BreakReason | None] = []
+        becomes(engine, lambda: turned() > 0)
+        for _ in range(2):
+            engine.step()
+            told.append(engine.store.take_broken(SESSION))
+        return told
+
+
+def counted_turn(engine: FakeEngine, tokens: list[int]) -> Callable[[], int]:
+    """A turn that is to be kept; returns how often a promise was made or refused since."""
+    finished, counts = engine.store.request_finished, Counter[str]()
+
+    def ends(request: str) -> None:
+        assert engine.store.keep_turn(request, KeepOrder(SESSION, 600.0), len(tokens)) is True
+        finished(request)
+
+    engine.store.request_finished = ends  # type: ignore[method-assign]
+    engine.run(tokens)
+    engine.store.request_finished = finished  # type: ignore[method-assign]
+    engine.settle()
+
+    def ended() -> int:
+        counts.update(engine.store.take_store_counts())
+        return counts["store_promises_made"] + counts["store_promises_refused"]
+
+    return ended
+
+
+def test_a_session_whose_rows_are_more_than_may_be_kept_is_told_once(tmp_path: Path) -> None:
+    assert refused(tmp_path / "root", 0.001) == [BreakReason.SHARE, None]
+
+
+def test_a_session_whose_rows_are_kept_is_told_nothing(tmp_path: Path) -> None:
+    """The control."""
+    assert refused(tmp_path / "root", 0.5) == [None, None]
 
 
 def test_a_reset_of_the_cache_breaks_what_is_kept(tmp_path: Path) -> None:

@@ -338,6 +338,22 @@ def test_a_session_above_its_tenants_share_is_refused_and_told(start: Start) -> 
     assert one.used_blocks() == 0
 
 
+@pytest.mark.parametrize(("asked", "granted"), [(60.0, {}), (600.0, {"seconds": 60.0})])
+def test_a_session_is_told_for_how_long_it_is_kept_if_for_less_than_it_asks(
+    start: Start, asked: float, granted: dict[str, float]
+) -> None:
+    one = start(shares=KeepShares(seconds=60.0))
+    chat = one.chat("s", 640)
+    one.turn(chat, asked)
+    assert chat.told == {"session": "s", "tokens": 640, "used": False, **granted}
+    one.clock.advance(59.0)
+    one.step()
+    assert one.used_blocks() == 640 // 16
+    one.clock.advance(1.0)
+    one.step()
+    assert one.used_blocks() == 0
+
+
 def test_ten_thousand_names_leave_a_bounded_table(start: Start) -> None:
     """All of one short prompt, so that blocks do not bound them."""
     one = start(num_blocks=100)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdconn.lifecycle.promises import KeepShares
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.engine.saves import Save
 from pdconn.store.settings import StoreSettings
@@ -43,6 +44,9 @@ class Scheduler:
     def keep_turn(self, request: str, order: KeepOrder, num_tokens: int) -> bool:
         self.sessions.append(("kept", order.key.session, order.seconds, num_tokens))
         return True
+
+    def keep_cut_to_s(self, order: KeepOrder) -> float | None:
+        return KeepShares(seconds=100.0).cut_to_s(order.seconds)
 
     def take_broken(self, key: SessionKey) -> str | None:
         return self.broken.pop(key, None)
@@ -233,6 +237,12 @@ def test_a_turn_that_ends_is_kept_and_its_session_told(store: Any) -> None:
     assert store._store.sessions == [("came", "s"), ("kept", "s", 60, 40)]
     store.on_new_request(request(request_id="b", kv_transfer_params=keeping(60)))
     assert end(store, "b", 40) == {"pdconn": {"kept": {"session": "s", "rows": True}}}
+
+
+def test_a_turn_whose_rows_are_kept_for_less_than_it_asks_is_told_so(store: Any) -> None:
+    store.on_new_request(request(request_id="a", kv_transfer_params=keeping(101)))
+    told = end(store, "a", 40)
+    assert told == {"pdconn": {"kept": {"session": "s", "rows": True, "rows_seconds": 100.0}}}
 
 
 @pytest.mark.parametrize("seconds", [None, "long", -1, 1e9])
