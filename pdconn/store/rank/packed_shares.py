@@ -12,7 +12,10 @@ Rows are encrypted after they are packed, and checksums are of the bytes that ar
 unpacked was verified before.
 
 A reader asks for a row as if nothing had spilled.  Of one that did, which is rare, there is no
-footer at that place, and the reader asks again.
+footer at that place, and the reader asks again.  Between two of its questions the row may have been
+evicted and saved anew, by another engine and in the other form, since what is computed elsewhere
+may differ in a bit.  So all that it returns is of one answer, and it looks twice before it calls a
+row damaged, which is removed then.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from pdconn.store.format.row import RowName
 from pdconn.store.rank.shares import OwnHead, OwnSlab, RowShare, joined_runs, ranges_of
 from pdconn.store.shelf.interface import Shelf
 from pdconn.store.store_errors import RowDamaged
+
+_TRIES = 2
+"""Of reading a row in either form."""
 
 
 def pack_share(share: RowShare, index: int, data: memoryview, into: memoryview) -> list[OwnSlab]:
@@ -75,34 +81,49 @@ def read_packed(
         RowDamaged: it has no sound footer, or ends early.
         RowMissing, ShelfFailure: as of the shelf.
     """
-    slabs = list(share.slabs)
     short = footer[: share.footer_nbytes]
-    try:
-        shelf.read(namespace, name, share.ranges(data, short))
-        return share.checked_footer(short, namespace, name), slabs
-    except RowDamaged as damaged:
-        found = _footer_of_spilled(shelf, share, namespace, name, footer)
-        if found is None:
-            raise damaged from None
-    slabs += [
-        head.spill for head in share.heads if head.spill and found.has_slab(head.spill.number)
-    ]
-    shelf.read(namespace, name, ranges_of(joined_runs(slabs), data))
-    return found, slabs
+    first: RowDamaged | None = None
+    for _ in range(_TRIES):
+        try:
+            shelf.read(namespace, name, share.ranges(data, short))
+            return share.checked_footer(short, namespace, name), list(share.slabs)
+        except RowDamaged as damaged:
+            first = first or damaged
+        spilled = _read_spilled(shelf, share, namespace, name, data=data, footer=footer)
+        if spilled is not None:
+            return spilled
+    assert first is not None
+    raise first
 
 
-def _footer_of_spilled(
-    shelf: Shelf, share: RowShare, namespace: str, name: RowName, footer: memoryview
-) -> Footer | None:
-    """The footer of a row that spilled; None if it is no such row."""
+def _read_spilled(
+    shelf: Shelf,
+    share: RowShare,
+    namespace: str,
+    name: RowName,
+    *,
+    data: memoryview,
+    footer: memoryview,
+) -> tuple[Footer, list[OwnSlab]] | None:
+    """As :func:`read_packed`, of a row that spilled; None if it is no such row."""
     layout = share.whole.most
-    try:
-        shelf.read(namespace, name, [(layout.data_nbytes, footer)])
+    behind = (layout.data_nbytes, footer)
+
+    def checked() -> tuple[Footer, list[OwnSlab]]:
         found = decode_footer(footer)
         found.check_row(namespace, name, layout)
+        heads = (one for one in share.heads if one.spill and found.has_slab(one.spill.number))
+        return found, [*share.slabs, *(one.spill for one in heads if one.spill is not None)]
+
+    try:
+        shelf.read(namespace, name, [behind])
+        _, slabs = checked()
+        # With the footer again: that of before may be of a row that is gone.
+        shelf.read(namespace, name, [*ranges_of(joined_runs(slabs), data), behind])
+        spilled = checked()
     except RowDamaged:
         return None
-    return found
+    return spilled if spilled[1] == slabs else None
 
 
 def unpack_share(
