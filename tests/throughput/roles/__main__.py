@@ -54,11 +54,19 @@ TTFT_OF_PREFILL = 6.0
 
 @dataclass(frozen=True)
 class Row:
-    """A way through all phases: goodput by phase, what was lost, and the changes of roles."""
+    """A way through all phases: goodput by phase, what was lost, and the changes of roles.
+
+    Attributes:
+        again: goodput of the last phase; None for a fixed ratio, where it is that of the first.
+        whole: goodput of all requests, as if a fixed ratio had had the last phase too.
+    """
 
     way: str
     minutes: float
-    goodput: dict[str, float]
+    prompts: float
+    answers: float
+    again: float | None
+    whole: float
     requests: int
     lost: int
     wrong: int
@@ -81,9 +89,9 @@ class Fleet:
         phases: list[Phase] = []
         prefill, decode = self.urls[:num_prefill], self.urls[num_prefill:]
         with running_proxy(prefill, decode, self.directory) as proxy:
-            for name, kind in (("prompts", self.prompts), ("answers", self.answers)):
+            for kind in (self.prompts, self.answers):
                 sender = Sender(Client(proxy))
-                sender.send(name, kind, seconds, seed=num_prefill)
+                sender.send(kind.name, kind, seconds, seed=num_prefill)
                 phases += sender.ended()
         return self._row(f"{len(prefill)}:{len(decode)}", seconds, phases, 0)
 
@@ -95,7 +103,7 @@ class Fleet:
             sender = Sender(Client(proxy))
             kinds = (self.prompts, self.answers, self.prompts)
             for number, kind in enumerate(kinds):
-                sender.send(f"{kind.name}, {number + 1}", kind, seconds, seed=10 + number)
+                sender.send(f"{number}", kind, seconds, seed=10 + number)
                 print(f"phase {number + 1} of {len(kinds)} sent", file=sys.stderr, flush=True)
             phases = sender.ended()
             changes = roles_of(proxy)["changes"]
@@ -103,10 +111,17 @@ class Fleet:
         return self._row("followed", seconds, phases, len(moved)), changes
 
     def _row(self, way: str, seconds: float, phases: Sequence[Phase], changes: int) -> Row:
+        goodput = [phase.goodput(self.targets) for phase in phases]
+        # A fixed ratio has had two of three phases: the last is as good as the first.
+        each = [*phases, phases[0]] if len(phases) == 2 else list(phases)
+        kept = sum(len(phase.outcomes) * phase.goodput(self.targets) for phase in each)
         return Row(
             way,
             round(seconds / 60, 2),
-            {phase.name: round(phase.goodput(self.targets), 4) for phase in phases},
+            goodput[0],
+            goodput[1],
+            goodput[2] if len(goodput) > 2 else None,
+            kept / sum(len(phase.outcomes) for phase in each),
             sum(len(phase.outcomes) for phase in phases),
             sum(phase.num_lost for phase in phases),
             sum(phase.num_wrong for phase in phases),
@@ -184,12 +199,16 @@ def made_for(engines: Sequence[Engine], directory: Path) -> Fleet:
 
 def render(rows: Sequence[Row]) -> str:
     """As a table."""
-    lines = [
-        [row.way, ", ".join(f"{name} {100 * share:.1f} %" for name, share in row.goodput.items()),
-         str(row.requests), str(row.lost), str(row.wrong), str(row.changes)]
-        for row in rows
-    ]  # fmt: skip
-    return table(("", "goodput by phase", "requests", "lost", "wrong", "changes"), lines)
+    lines = []
+    for row in rows:
+        shares = [
+            "" if share is None else f"{100 * share:.1f} %"
+            for share in (row.prompts, row.answers, row.again, row.whole)
+        ]
+        counts = [str(one) for one in (row.requests, row.lost, row.wrong, row.changes)]
+        lines.append([row.way, *shares, *counts])
+    headings = ("", "prompts", "answers", "prompts\nagain", "whole")
+    return table((*headings, "requests", "lost", "wrong", "changes"), lines)
 
 
 def main() -> int:
@@ -217,7 +236,7 @@ def main() -> int:
     print(render(rows))
     if options.json:
         rates = {kind.name: kind.per_s for kind in (fleet.prompts, fleet.answers)}
-        found = {"rows": [asdict(row) for row in rows], "changes": changes, "per_s": rates,
+        found = {"rows": [asdict(row) for row in rows], "moves": changes, "per_s": rates,
                  "targets": asdict(fleet.targets)}  # fmt: skip
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(bool(rows[0].lost or rows[0].wrong))

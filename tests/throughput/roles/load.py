@@ -115,9 +115,9 @@ class Sender:
             self._sent.append((name, outcome))
 
     def ended(self) -> list[Phase]:
-        """Wait for the last answer; what was sent, by phase."""
+        """Wait for the last answer; what was sent, by phase, in order of names."""
         self._pool.shutdown(wait=True)
-        names = dict.fromkeys(name for name, _ in self._sent)
+        names = sorted({name for name, _ in self._sent})
         return [Phase(each, [one for name, one in self._sent if name == each]) for each in names]
 
 

@@ -36,6 +36,7 @@ _LIST = (
     handovers.SERVE_STREAMS,
     router.ROUTING,
     router.INDEX,
+    router.ROLES,
     router.PROXY_COST,
     router.PROXY_CPU,
     router.TRACE,

@@ -33,6 +33,33 @@ ROUTING = Benchmark(
     ),
 )  # fmt: skip
 
+ROLES = Benchmark(
+    "roles",
+    "The load shifts from prompts to answers and back: what do roles that follow it gain?",
+    "Real vLLM, three engines of both roles behind `pdconn proxy`, each with 0.6 of a core (by "
+    "cgroups, as root), on two cores: three equal machines. An open load that needs 1.25 engines "
+    "of the role that a phase is heavy on, at full use: prompts of 1500 tokens with answers of 8, "
+    "prompts of 64 with answers of 150, and the first again, at random times. Targets: the first "
+    "token within 6 times what one engine alone takes for a prompt, and twice the inter-token "
+    "latency of four streams. Goodput: the share of requests that are answered as by one engine "
+    "alone, within both targets. Fixed ratios (prefill:decode) run each phase by itself, from an "
+    "idle start and for shorter, which flatters them.",
+    (Command("roles", "python -m tests.throughput.roles --minutes 5 --fixed-minutes 2"),),
+    26,
+    (
+        Table(
+            ("roles",),
+            "rows",
+            {"goodput": "{way:s}", "minutes a phase": "{minutes:.1f}",
+             "prompts": "{prompts:%.1f} %", "answers": "{answers:%.1f} %",
+             "prompts again": "{again:%.1f} %", "whole": "{whole:%.1f} %",
+             "requests": "{requests}", "lost": "{lost}", "wrong": "{wrong}",
+             "changes of roles": "{changes}"},
+        ),
+    ),
+    **ENGINES,  # type: ignore[arg-type]
+)  # fmt: skip
+
 INDEX = Benchmark(
     "index",
     "How many blocks does the index store and remove in a second, and how long does a look-up "

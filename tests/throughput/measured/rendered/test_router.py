@@ -113,3 +113,14 @@ def test_proxy_cost() -> None:
         | idle | 0.8 | 4.0 | 11.0 |
         """
     )
+
+
+def test_roles() -> None:
+    row = {"way": "followed", "minutes": 5.0, "prompts": 0.9312, "answers": 0.98, "again": 0.9,
+           "whole": 0.935, "requests": 4000, "lost": 0, "wrong": 0, "changes": 2,
+           "first_error": None}  # fmt: skip
+    fixed = {**row, "way": "1:2", "minutes": 2.0, "again": None, "changes": 0}
+    assert made("roles", roles={"rows": [row, fixed]})[2:] == [
+        "| followed | 5.0 | 93.1 % | 98.0 % | 90.0 % | 93.5 % | 4 000 | 0 | 0 | 2 |",
+        "| 1:2 | 2.0 | 93.1 % | 98.0 % | | 93.5 % | 4 000 | 0 | 0 | 0 |",
+    ]
