@@ -1,7 +1,7 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
 #                 (its first run says what it downloads, and how large that is)
-#   make test     every law, with real vLLM too (about 14 minutes on two cores)
+#   make test     every law, with real vLLM too (about 13 minutes on two cores)
 #   make test-matrix   the rest: further layouts, topologies and faults, with real vLLM
 #   make fresh    the demo, and a minute of engine tests, in a new clone with nothing of this machine
 #   make check    format, lint, types, direction of imports
