@@ -9,6 +9,7 @@
     steps         (a) NIXL on device memory, (b) ``tests/gpu``, (c) vLLM, (d) hand-over, (e) graphs,
                   (f) streams, (g) a store
     engine_process  one vLLM engine, as the steps from (c) on start them
+    engines       options and start of those that the steps from (d) on compare
     native        stands in for vLLM's compiled kernels, in the unpacked vLLM
     on_meta       how far (c) comes without a card
 

@@ -28,12 +28,13 @@ class Found:
         scratch.write_text(text + "\n", encoding="utf-8")
         scratch.rename(self._path)
 
-    def keep(self, name: str, log: Path) -> None:
-        """Append a log to ``NAME.log`` beside what was found; without a path it is dropped."""
+    def keep_logs(self, name: str, folder: Path) -> None:
+        """Append a folder's logs to ``NAME.log`` beside what was found; dropped without a path."""
         if self._path is None:
             return
         with self._path.with_name(f"{name}.log").open("ab") as kept:
-            kept.write(f"==== {log.name}\n".encode() + log.read_bytes() + b"\n")
+            for log in sorted(folder.glob("*.log")):
+                kept.write(f"==== {log.name}\n".encode() + log.read_bytes() + b"\n")
 
 
 def step_arguments(description: str | None) -> tuple[Device, Found]:

@@ -180,8 +180,9 @@ def made_for(engines: Sequence[Engine], directory: Path) -> Fleet:
         if steps[-1] > ITL_OF_LEAST * steps[0]:
             break
     targets = Targets(TTFT_OF_PREFILL * prefill_s, ITL_OF_LEAST * steps[0])
-    most = float(np.interp(targets.itl_s, steps, BATCHES[: len(steps)]))
-    half_s = float(np.interp(most / 2, BATCHES[: len(steps)], steps))
+    rising = np.maximum.accumulate(steps)  # as interpolation needs it, whatever the noise
+    most = float(np.interp(targets.itl_s, rising, BATCHES[: len(steps)]))
+    half_s = float(np.interp(most / 2, BATCHES[: len(steps)], rising))
     answers_per_s = BUSY * most / (ANSWER * half_s)
     print(
         f"prefill {prefill_s:.3f} s, steps {steps}, {most:.1f} streams, {targets}",

@@ -146,9 +146,10 @@ def streams(client: Client, prompts: Sequence[Sequence[int]], num_tokens: int) -
             client.stream(prompt, num_tokens)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        for prompt in prompts:
-            pool.submit(ask, prompt)
+        asked = [pool.submit(ask, prompt) for prompt in prompts]
         try:
             yield
         finally:
             ends.set()
+        for one in asked:
+            one.result()  # a stream that failed has left the engine less busy than was meant

@@ -22,6 +22,7 @@ from pdconn.protocol.early import EarlyTicket
 from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.model import TINY, ModelSpec, write_model
 from tests.gpu.kit.engine_process import EngineProcess, end_at_sigterm
+from tests.gpu.kit.engines import options_on, started
 from tests.gpu.kit.found import Found, step_arguments
 from tests.gpu.kit.steps.handover import KV_LARGE
 from tests.gpu.kit.steps.vllm import PREFILL, TOLERANCE, answer_of, transfer_config
@@ -36,16 +37,9 @@ MODELS = {"cuda": (KV_LARGE, TINY), "cpu": (TINY,)}
 
 def options_of(device: Device, role: str | None) -> dict[str, Any]:
     """Options of an engine; without a role it is alone, and computes each prompt in one step."""
-    most = 4096 if device.kind == "cuda" else 256
-    options: dict[str, Any] = {
-        "block_size": 32,
-        "max_model_len": most,
-        "max_num_batched_tokens": STEP_TOKENS[device.kind] if role == "kv_producer" else most,
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": (2 << 30) if device.kind == "cuda" else (64 << 20),
-        "gpu_memory_utilization": 0.08,
-        "enable_prefix_caching": False,
-    }
+    options = {**options_on(device), "block_size": 32}
+    if role == "kv_producer":
+        options["max_num_batched_tokens"] = STEP_TOKENS[device.kind]
     if role is not None:
         options["kv_transfer_config"] = transfer_config(role, {"verify": "always"})
     return options
@@ -82,21 +76,13 @@ def compared(device: Device, model: ModelSpec, folder: Path, found: Found) -> bo
     written = write_model(folder / "model", model)
     is_right = True
     with ExitStack() as stack:
-
-        def made(name: str, role: str | None) -> EngineProcess:
-            log = folder / f"{name}.log"
-            one = EngineProcess(f"{model.name} {name}", written, options_of(device, role), log)
-            stack.callback(one.end)
-            return one
-
-        stack.callback(_keep, found, folder)
-        roles = (("alone", None), ("prefill", "kv_producer"), ("decode", "kv_consumer"))
-        alone, prefill, decode = (made(name, role) for name, role in roles)
-        for one in (alone, prefill, decode):
-            one.answered()
+        stack.callback(found.keep_logs, "follow-engines", folder)
+        roles = {"alone": None, "prefill": "kv_producer", "decode": "kv_consumer"}
+        options = {name: options_of(device, role) for name, role in roles.items()}
+        alone, prefill, decode = started(stack, written, folder, options)
         pair = Pair(prefill, decode)
         for length in LENGTHS[device.kind]:
-            row: dict[str, Any] = {"followed": 0, "failed pulls": 0, "differs": []}
+            row: dict[str, Any] = {"followed": 0, "differs": []}
             times: dict[str, list[float]] = {"prefill first": [], "both at once": []}
             # The first prompt of a length compiles kernels, connects and maps memory.
             for prompt in make_prompts((length,) * (ROUNDS[device.kind] + 1), seed=length):
@@ -117,11 +103,6 @@ def compared(device: Device, model: ModelSpec, folder: Path, found: Found) -> bo
                 found.add(f"{model.name}, {length} tokens", row)
             is_right = is_right and not row["differs"] and row["followed"] > 0
     return is_right
-
-
-def _keep(found: Found, folder: Path) -> None:
-    for log in sorted(folder.glob("*.log")):
-        found.keep("follow-engines", log)
 
 
 def main() -> int:

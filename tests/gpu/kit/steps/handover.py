@@ -22,6 +22,7 @@ from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.model import TINY, ModelSpec, write_model
 from pdconn.tools.lab.ports import free_ports
 from tests.gpu.kit.engine_process import EngineProcess, end_at_sigterm
+from tests.gpu.kit.engines import options_on
 from tests.gpu.kit.found import Found, step_arguments
 from tests.gpu.kit.steps.vllm import PREFILL, TOLERANCE, answer_of, transfer_config
 from transport import Device
@@ -61,15 +62,7 @@ CONTESTANTS = (
 
 def options_of(device: Device, contestant: Contestant | None, role: str) -> dict[str, Any]:
     """Options of an engine; without a contestant it is alone."""
-    most = 4096 if device.kind == "cuda" else 256
-    options: dict[str, Any] = {
-        "max_model_len": most,
-        "max_num_batched_tokens": most,
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": (2 << 30) if device.kind == "cuda" else (128 << 20),
-        "gpu_memory_utilization": 0.08,
-        "enable_prefix_caching": False,
-    }
+    options = options_on(device)
     if contestant is None:
         return options
     if contestant.is_ours:
@@ -156,8 +149,7 @@ def main() -> int:
         try:
             return 0 if compared(device, folder, found) else 1
         finally:
-            for log in sorted(folder.glob("*.log")):
-                found.keep("engines", log)
+            found.keep_logs("engines", folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from typing import Any
 
 from pdconn.tools.lab.compare_answers import compare, make_prompts
 from pdconn.tools.lab.model import TINY, ModelSpec, write_model
-from tests.gpu.kit.engine_process import EngineProcess, end_at_sigterm
+from tests.gpu.kit.engine_process import end_at_sigterm
+from tests.gpu.kit.engines import options_on, started
 from tests.gpu.kit.found import Found, step_arguments
 from tests.gpu.kit.steps.handover import KV_LARGE
 from tests.gpu.kit.steps.vllm import PREFILL, TOLERANCE, answer_of, transfer_config
@@ -36,16 +37,7 @@ HITS, BESIDE = "vllm:external_prefix_cache_hits_total", "pdconn:store_beside_tok
 
 def options_of(device: Device, role: str | None, store: Path | None) -> dict[str, Any]:
     """Options of an engine; without a role it is alone."""
-    most = 4096 if device.kind == "cuda" else 256
-    options: dict[str, Any] = {
-        "block_size": 32,
-        "max_model_len": most,
-        "max_num_batched_tokens": most,
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": (2 << 30) if device.kind == "cuda" else (64 << 20),
-        "gpu_memory_utilization": 0.08,
-        "enable_prefix_caching": False,
-    }
+    options = {**options_on(device), "block_size": 32}
     if role is not None:
         extra: dict[str, Any] = {"verify": "always"}
         if store is not None:
@@ -82,19 +74,13 @@ class Engines:
     def __init__(self, stack: ExitStack, device: Device, model: ModelSpec, folder: Path) -> None:
         self.store = folder / "store"
         self._tolerance = TOLERANCE[device.kind]
+        options = {
+            "alone": options_of(device, None, None),
+            "prefill": options_of(device, "kv_producer", None),
+            "decode": options_of(device, "kv_both", self.store),
+        }
         written = write_model(folder / "model", model)
-
-        def made(name: str, role: str | None, store: Path | None) -> EngineProcess:
-            options, log = options_of(device, role, store), folder / f"{name}.log"
-            one = EngineProcess(f"{model.name} {name}", written, options, log)
-            stack.callback(one.end)
-            return one
-
-        self._alone = made("alone", None, None)
-        self._prefill = made("prefill", "kv_producer", None)
-        self._decode = made("decode", "kv_both", self.store)
-        for one in (self._alone, self._prefill, self._decode):
-            one.answered()
+        self._alone, self._prefill, self._decode = started(stack, written, folder, options)
 
     def saved(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Have decode compute a prompt; the rows that it should have then, and has."""
@@ -125,7 +111,7 @@ def looked_at(device: Device, model: ModelSpec, folder: Path, found: Found) -> b
     folder.mkdir()
     is_right = True
     with ExitStack() as stack:
-        stack.callback(_keep, found, folder)
+        stack.callback(found.keep_logs, "store-engines", folder)
         engines = Engines(stack, device, model, folder)
         hits = beside = 0
         for prompt in make_prompts(LENGTHS[device.kind], seed=77):
@@ -149,11 +135,6 @@ def looked_at(device: Device, model: ModelSpec, folder: Path, found: Found) -> b
             is_right = is_right and gained == stored and row["differs"] is None
             found.add(f"{model.name}, loaded and pulled, {len(prompt)} tokens", row)
     return is_right
-
-
-def _keep(found: Found, folder: Path) -> None:
-    for log in sorted(folder.glob("*.log")):
-        found.keep("store-engines", log)
 
 
 def main() -> int:

@@ -196,8 +196,7 @@ def run_models(device: Device, models: Sequence[Model], found: Found) -> int:
                 signal.alarm(0)
             found.add(model.name, seen)
             is_fine = is_fine and seen["ok"]
-            for log in sorted(folder.glob("*.log")):
-                found.keep("engines", log)
+            found.keep_logs("engines", folder)
     return 0 if is_fine else 1
 
 
