@@ -77,7 +77,7 @@ def _plain_tokens(stored: Stored) -> NDArray[np.int32] | None:
     except (msgspec.DecodeError, BadPrompt):
         return None
     whole = stored.block_tokens > 0 and len(tokens) == len(stored.hashes) * stored.block_tokens
-    return tokens if whole and stored.hashes else None
+    return tokens if whole and len(stored.hashes) else None
 
 
 def _candidates(block_tokens: int, seed: str | None) -> Iterator[HashScheme]:
@@ -94,4 +94,4 @@ def _agrees(scheme: HashScheme, tokens: NDArray[np.int32], stored: Stored) -> bo
     if external(begun[-1]) != stored.hashes[0]:
         return False
     hashes = chain(scheme, tokens, known=begun)[per_block - 1 :: per_block]
-    return [external(full) for full in hashes] == stored.hashes
+    return [external(full) for full in hashes] == list(stored.hashes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.block_index import Words
 from pdconn.router.prefix.groups import GroupSpec
+from pdconn.router.prefix.held_blocks import Words
 
 ALL = np.uint64(2**64 - 1)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.block_index import POD_BITS, Index, Pod, alignment
+from pdconn.router.prefix.block_index import Index, Pod, alignment
 from pdconn.router.prefix.ends import covered
 from pdconn.router.prefix.families import groups_that_count
 from pdconn.router.prefix.groups import OUTSIDE, GroupSpec, Needs, ends_anywhere
+from pdconn.router.prefix.held_blocks import POD_BITS
 from pdconn.router.prefix.score import Hit, Prompt
 
 

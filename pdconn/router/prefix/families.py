@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pdconn.router.prefix.block_index import POD_BITS, Index, Pod, alignment
+from pdconn.router.prefix.block_index import Index, Pod, alignment
 from pdconn.router.prefix.groups import GroupSpec, Needs, ends_anywhere
+from pdconn.router.prefix.held_blocks import POD_BITS
 
 _WINDOWED = {Needs.WINDOW, Needs.CHUNK}
 

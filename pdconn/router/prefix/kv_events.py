@@ -5,8 +5,10 @@ array of the same fields in the same order, perhaps truncated::
 
     {"type": "BlockStored", "block_hashes": [...], ...}     ["BlockStored", [...], ...]
 
-``decode_batch`` tries the whole payload as maps, then as arrays, both typed and in C.  A payload
-that is neither is decoded event by event, so that a malformed event costs only itself.
+``decode_batch`` leaves a payload to the compiled decoder, if there is one
+(:mod:`pdconn.router.prefix.compiled`).  What that doesn't take, as it is not what vLLM writes, is
+tried as maps, then as arrays, both typed.  A payload that is neither is decoded event by event, so
+that a malformed event costs only itself.
 
 ``Stored.token_ids`` and ``Stored.extra_keys`` are neither decoded nor copied: each keeps its
 payload alive; ``Raw.copy`` avoids that.
@@ -14,6 +16,7 @@ payload alive; ``Raw.copy`` avoids that.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,6 +24,7 @@ from typing import Annotated
 from msgspec import Meta, MsgspecError, Raw, Struct, ValidationError
 from msgspec.msgpack import Decoder
 
+from pdconn.router.prefix.compiled import extension
 from pdconn.router.prefix.groups import REMOTE
 from transport.errors import FieldError
 
@@ -40,12 +44,12 @@ MAX_BLOCK_TOKENS = 1 << 24
 """Tokens of the largest valid block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True, gc=False):
     """Blocks that an engine has stored.
 
     Attributes:
-        hashes: the low 64 bits of each block's hash, as unsigned integers.
+        hashes: the low 64 bits of each block's hash, as unsigned integers.  Decoded ones are an
+            array, which the index takes as it is.
         group: index of the KV cache group; None if the engine does not report groups.
         medium: in lower case, such as ``gpu``; ``UNNAMED`` if missing; ``REMOTE`` for that
             locality, since another host's disk is not local storage.
@@ -58,7 +62,7 @@ class Stored:
         extra_keys: msgpack of the other inputs of each hash (LoRA, images, salt), or None.
     """
 
-    hashes: list[int]
+    hashes: Sequence[int]
     group: int | None
     medium: str
     block_tokens: int
@@ -75,17 +79,15 @@ class Stored:
         return None if self.token_ids is None else _array_length(memoryview(self.token_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True, gc=False):
     """Blocks that an engine has removed in a row, listed once per removed copy."""
 
-    hashes: list[int]
+    hashes: Sequence[int]
     group: int | None
     medium: str
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(Struct, frozen=True, gc=False):
     """An engine's prefix cache was cleared."""
 
 
@@ -124,6 +126,10 @@ def decode_batch(payload: bytes, max_nbytes: int = MAX_NBYTES) -> Batch:
     """
     if len(payload) > max_nbytes:
         raise BadBatch(_FIELD, f"at most {max_nbytes} bytes", len(payload))
+    if extension.module is not None:
+        decoded = extension.module.decode(payload, Stored, Removed, _CLEARED, Raw)
+        if decoded is not None:
+            return Batch(*decoded)
     for typed in (_MAPS, _ROWS):
         try:
             sent = typed.decode(payload)
@@ -299,13 +305,11 @@ def _low(block_hash: int | bytes) -> int:
     return block_hash & _LOW
 
 
-def _all_low(hashes: Sequence[int | bytes]) -> list[int]:
+def _all_low(hashes: Sequence[int | bytes]) -> Sequence[int]:
     try:
-        if min(hashes, default=0) >= 0:  # type: ignore[operator]
-            return hashes  # type: ignore[return-value]
-    except TypeError:
-        pass  # some are bytes
-    return [_low(one) for one in hashes]
+        return array("Q", hashes)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        return array("Q", map(_low, hashes))  # some are bytes, or negative
 
 
 def _array(raw: Raw, field: str) -> Raw | None:

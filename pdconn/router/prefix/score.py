@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.block_index import POD_BITS, Index, Plane, Words
+from pdconn.router.prefix.block_index import Index, Plane
 from pdconn.router.prefix.ends import (
     ALL,
     chunk_ends,
@@ -53,6 +53,7 @@ from pdconn.router.prefix.ends import (
 )
 from pdconn.router.prefix.families import Family, families
 from pdconn.router.prefix.groups import OUTSIDE, REMOTE, STORED, GroupSpec, Needs
+from pdconn.router.prefix.held_blocks import POD_BITS, Words
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "gpu": 1.0,

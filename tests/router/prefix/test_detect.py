@@ -3,7 +3,6 @@
 import hashlib
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import cbor2
@@ -13,6 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
+from msgspec.structs import replace
 
 from pdconn.router.prefix.detect import MOST_PARTS, detect
 from pdconn.router.prefix.hashing import HashScheme

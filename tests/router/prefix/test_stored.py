@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,8 @@ from pdconn.router.prefix.groups import OUTSIDE, STORED, GroupSpec
 from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
 
+pytestmark = pytest.mark.usefixtures("in_both")
+
 HASHES = list(range(1, 17))
 """Of 16 blocks of 16 tokens; a stored row has four."""
 PROMPT = Prompt(HASHES, 16 * 16 + 1, 16)
@@ -26,7 +28,7 @@ FULL = GroupSpec("full_attention", None, 16)
 WINDOW = GroupSpec("sliding_window", 32, 16)
 
 
-def index(gpu: Iterable[int] = (), stored: Iterable[int] = (), *, row: int | None = 64) -> Index:
+def index(gpu: Sequence[int] = (), stored: Sequence[int] = (), *, row: int | None = 64) -> Index:
     """A pod of one group with these blocks, by their numbers."""
     made = Index()
     made.learn_group("a", 0, FULL)
@@ -232,7 +234,7 @@ class _AllMedia(Index):
     """A removal from the store takes the block from the GPU too."""
 
     def remove_blocks(
-        self, name: str, group: int | None, medium: str, hashes: Iterable[int]
+        self, name: str, group: int | None, medium: str, hashes: Sequence[int]
     ) -> None:
         gone = list(hashes)
         super().remove_blocks(name, group, medium, gone)

@@ -1,0 +1,346 @@
+"""The compiled part of the index is there, says what Python says, and takes no wrong argument."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdconn.router.prefix.compiled import extension
+from pdconn.router.prefix.kv_events import BadBatch, Cleared, Removed, Stored, decode_batch
+from tests.router.prefix.conftest import COMPILED
+from tests.router.prefix.test_events import (
+    CLEARED,
+    JUNK,
+    NEARLY,
+    REMOVED,
+    STORED,
+    encode,
+    plain,
+    row,
+)
+
+needs_compiled = pytest.mark.skipif(COMPILED is None, reason="not built")
+
+
+def test_it_is_there_where_there_is_a_compiler() -> None:
+    """Else the tests that compare it with Python would all be skipped, and nobody would see."""
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    can_build = headers and any(map(shutil.which, ("c++", "g++", "clang++")))
+    switched_off = os.environ.get(extension.VARIABLE, "0") not in ("", "0")
+    assert COMPILED is not None or switched_off or not can_build, extension.why_not
+
+
+@needs_compiled
+@pytest.mark.parametrize(("value", "there"), [("0", True), ("1", False)])
+def test_it_can_be_switched_off(value: str, there: bool) -> None:
+    script = (
+        "from pdconn.router.prefix.compiled import extension as e\n"
+        "print(e.module is not None, e.why_not)"
+    )
+    environment = os.environ | {extension.VARIABLE: value}
+    told = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert told == (f"{there}" if there else f"{there} {extension.VARIABLE} is set")
+
+
+# Decoding
+
+
+def _outcome(payload: bytes) -> Any:
+    """What a payload is decoded to, in a form to compare."""
+    try:
+        batch = decode_batch(payload)
+    except BadBatch as error:
+        return str(error)
+    return batch.ts, [*map(plain, batch.events)], batch.rank, batch.num_undecodable
+
+
+def _says_the_same(payload: bytes, module: Any = COMPILED) -> bool:
+    """Whether a payload is decoded to the same with and without the compiled decoder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extension, "module", None)
+        expected = _outcome(payload)
+        patch.setattr(extension, "module", module)
+        return bool(_outcome(payload) == expected)
+
+
+EVENTS = st.sampled_from(
+    [
+        STORED,
+        REMOVED,
+        REMOVED | {"block_hashes": [(1 << 64) - 1, -7, bytes(range(32))]},
+        REMOVED | {"locality": "REMOTE"},
+        STORED | {"token_ids": None, "extra_keys": None, "medium": None, "locality": "Remote"},
+        STORED | {"token_ids": [*range(300)], "lora_name": "Ünic", "parent_block_hash": None},
+        CLEARED,
+    ]
+)
+PAYLOADS = st.builds(
+    lambda events, form, more: encode([1.5, [*map(form, events)], *more]),
+    st.lists(EVENTS, max_size=6),
+    st.sampled_from([dict, row]),
+    st.sampled_from([(), (3,), (None,), (0, "new", {"deep": [1]})]),
+)
+
+
+@needs_compiled
+@given(PAYLOADS)
+def test_what_vllm_writes_is_decoded_to_the_same(payload: bytes) -> None:
+    assert _says_the_same(payload)
+
+
+@needs_compiled
+@given(st.lists(JUNK | NEARLY | EVENTS, max_size=4), JUNK)
+def test_what_nobody_writes_is_decoded_to_the_same(events: list[Any], rank: Any) -> None:
+    assert _says_the_same(encode([1.5, events, rank]))
+
+
+@needs_compiled
+@given(PAYLOADS, st.data())
+def test_damaged_payloads_are_decoded_to_the_same(payload: bytes, data: Any) -> None:
+    changed = bytearray(payload)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(changed)))
+    assert _says_the_same(bytes(changed))
+    assert _says_the_same(bytes(changed[:cut]))
+
+
+def _forgets_the_rank(*sent: Any) -> Any:
+    decoded = COMPILED.decode(*sent)  # type: ignore[union-attr]
+    return decoded and (*decoded[:2], None)
+
+
+def _takes_nothing_for_an_empty_batch(*sent: Any) -> Any:
+    return COMPILED.decode(*sent) or (1.5, [], None)  # type: ignore[union-attr]
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("wrong", "payload"),
+    [
+        (_forgets_the_rank, encode([1.5, [REMOVED], 3])),
+        (_takes_nothing_for_an_empty_batch, encode([1.5, [REMOVED, 7], 3])),
+    ],
+)
+def test_a_wrong_decoder_is_noticed(wrong: Callable[..., Any], payload: bytes) -> None:
+    assert _says_the_same(payload)
+    assert not _says_the_same(payload, SimpleNamespace(decode=wrong))
+
+
+def _is_left_to_python(payload: bytes) -> bool:
+    decoded = COMPILED.decode(payload, Stored, Removed, Cleared(), msgspec.Raw)  # type: ignore[union-attr]
+    return decoded is None
+
+
+@needs_compiled
+def test_what_vllm_writes_is_not_left_to_python() -> None:
+    """Else equal answers would show nothing."""
+    vllm = pytest.importorskip("vllm.distributed.kv_events")
+    stored = vllm.BlockStored([bytes(32), 7], None, [1, 2], 1, None, "GPU", None, [None, ("a",)])
+    events = [stored, vllm.BlockRemoved([bytes(32)], medium=None), vllm.AllBlocksCleared()]
+    batch = vllm.KVEventBatch(ts=2.5, events=events, data_parallel_rank=4)
+    assert not _is_left_to_python(encode(batch))
+    for form in (dict, row):
+        sent = [*map(form, (STORED, REMOVED, CLEARED))]
+        assert not _is_left_to_python(encode([1.5, sent, 0]))
+        assert _is_left_to_python(encode([1.5, [*sent, 7], 0]))  # the control
+
+
+# Arguments, memory
+
+
+def _one_plane() -> Any:
+    held = COMPILED.HeldBlocks()  # type: ignore[union-attr]
+    held.add_word()
+    held.add_plane()
+    held.store(0, 0, [7], 1, True)
+    return held
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (IndexError, lambda held: held.store(64, 0, [1], 1, True)),
+        (IndexError, lambda held: held.store(0, 1, [1], 1, True)),
+        (IndexError, lambda held: held.remove(64, 0, [7])),
+        (IndexError, lambda held: held.clear(64)),
+        (IndexError, lambda held: held.num_copies(64)),
+        (IndexError, lambda held: held.drop_plane(1)),
+        (IndexError, lambda held: held.held(0, 1, np.zeros(1, np.intp))),
+        (OverflowError, lambda held: held.store(-1, 0, [1], 1, True)),
+        (OverflowError, lambda held: held.store(0, 0, [1, -1], 1, True)),
+        (OverflowError, lambda held: held.store(0, 0, [1, 1 << 64], 1, True)),
+        (TypeError, lambda held: held.store(0, 0, [1, "2"], 1, True)),
+        (TypeError, lambda held: held.store(0, 0, 7, 1, True)),
+        (TypeError, lambda held: held.store(0, 0, [1], 1)),
+        (TypeError, lambda held: held.store(0, 0, array("d", [1.0]), 1, True)),
+        (TypeError, lambda held: held.store(0, 0, array("q", [1]), 1, True)),
+        (TypeError, lambda held: held.slots_of(np.zeros(3, np.uint32))),
+        (TypeError, lambda held: held.held(0, 0, np.zeros((1, 1), np.intp))),
+        (TypeError, lambda held: held.held(0, 0, np.zeros(2, np.int32))),
+        (TypeError, lambda held: held.held(0, 0, [1])),
+        (TypeError, lambda _: COMPILED.decode(bytearray(b"1"), None, None, None, None)),
+        (TypeError, lambda _: COMPILED.decode(b"1")),
+        (TypeError, lambda _: COMPILED.decode(encode([1.5, [REMOVED]]), None, None, None, None)),
+    ],
+)
+def test_wrong_arguments_raise_and_change_nothing(
+    error: type[Exception], call: Callable[[Any], object]
+) -> None:
+    held = _one_plane()
+    with pytest.raises(error):
+        call(held)
+    assert held.num_hashes == 1
+    assert held.remove(0, 0, [7]) == (1, 0)
+
+
+@needs_compiled
+def test_slots_of_any_stride_are_read() -> None:
+    held = _one_plane()
+    slots = np.array([0, 1, 99, 1, -1, 0], np.intp)  # 99 and -1 are no slots: nobody holds these
+    words = [np.frombuffer(held.held(0, 0, slots[::step]), np.uint64) for step in (1, 2, -1)]
+    assert [one.tolist() for one in words] == [[0, 1, 0, 1, 0, 0], [0, 0, 0], [0, 0, 1, 0, 1, 0]]
+
+
+_WITHOUT_MEMORY = """
+import resource
+from array import array
+from pdconn.router.prefix.compiled import extension
+held = extension.module.HeldBlocks()
+held.add_word()
+held.add_plane()
+lists = [array("Q", range(first, first + 500_000)) for first in range(0, 20_000_000, 500_000)]
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
+stored = 0
+try:
+    for hashes in lists:
+        assert held.store(0, 0, hashes, 1 << 40, True) == (500_000, 0)
+        stored += 500_000
+except MemoryError:
+    assert held.num_hashes == stored > 0
+    assert held.remove(0, 0, hashes[:1000]) == (0, 1000)
+    assert held.remove(0, 0, lists[0]) == (500_000, 0)
+    assert held.store(0, 0, lists[0], 1 << 40, True) == (500_000, 0)
+    print("refused after", stored)
+"""
+
+
+@needs_compiled
+def test_a_list_for_which_there_is_no_memory_is_not_stored_in_part() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_MEMORY], capture_output=True, text=True, check=True
+    ).stdout
+    assert told.startswith("refused after")
+
+
+def _grown_nbytes(work: Callable[[], object]) -> int:
+    """Resident memory that a thousand repetitions add, after as many to warm up."""
+    sizes = []
+    for _ in range(2):
+        for _ in range(1000):
+            work()
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        sizes.append(int(pages) * os.sysconf("SC_PAGESIZE"))
+    return sizes[1] - sizes[0]
+
+
+@needs_compiled
+def test_nothing_leaks() -> None:
+    stored = STORED | {"block_hashes": [*range(500)], "token_ids": [*range(8000)]}
+    payload = encode([1.5, [stored, REMOVED], 0])
+    damaged = payload[:-20]
+    held = _one_plane()
+    blocks = [*range(1000, 1500)]
+    kept = []
+
+    def work() -> None:
+        decode_batch(payload)
+        COMPILED.decode(damaged, Stored, Removed, Cleared(), msgspec.Raw)  # type: ignore[union-attr]
+        held.store(0, 0, blocks, 1000, True)
+        held.store(0, 0, blocks, 1000, True)
+        with suppress(TypeError):
+            held.remove(0, 0, [*blocks, None])
+        held.slots_of(blocks), held.leading_slots_of([7, 8]), held.clear(0)
+
+    assert _grown_nbytes(work) < 2_000_000
+    # The control: what is kept is seen.
+    assert _grown_nbytes(lambda: kept.append(COMPILED.decode(  # type: ignore[union-attr]
+        payload, Stored, Removed, Cleared(), msgspec.Raw))) > 3_000_000  # fmt: skip
+
+
+@needs_compiled
+@pytest.mark.matrix
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """The tests of this folder with the extension built for address and undefined behaviour."""
+    sources = Path(extension.__file__).parent
+    built = tmp_path / f"_blocks{sysconfig.get_config_var('EXT_SUFFIX')}"
+    flags = ["-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-fsanitize=address,undefined",
+             "-fno-sanitize-recover=all", f"-I{sysconfig.get_path('include')}"]  # fmt: skip
+    subprocess.run(["c++", *flags, sources / "module.cpp", "-o", built], check=True)
+    preloaded = " ".join(map(_library, ("libasan.so", "libstdc++.so")))  # exceptions need both
+    script = tmp_path / "checked.py"
+    script.write_text(_CHECKED.format(built=str(built)), encoding="utf-8")
+    environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
+    # The control: a read behind the end is found.
+    broken = tmp_path / "broken.cpp"
+    broken.write_text(_BROKEN, encoding="utf-8")
+    subprocess.run(["c++", *flags[:3], "-fsanitize=address", broken, "-o", tmp_path / "broken"],
+                   check=True)  # fmt: skip
+    assert subprocess.run([tmp_path / "broken"], capture_output=True, check=False).returncode != 0
+
+
+def _library(name: str) -> str:
+    """The path of a compiler's library."""
+    asked = ["c++", f"-print-file-name={name}"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+_CHECKED = """
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+name = "pdconn.router.prefix.compiled._blocks"
+spec = spec_from_loader(name, ExtensionFileLoader(name, {built!r}))
+sys.modules[name] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+import pytest
+from pdconn.router.prefix import compiled
+compiled._blocks = sys.modules[name]
+from pdconn.router.prefix.compiled import extension
+assert extension.module.__file__ == {built!r}
+folder = "tests/router/prefix"
+chosen = "compiled and not switched and not memory and not leaks and not sanitizers"
+files = [f"{{folder}}/test_{{one}}.py" for one in ("compiled", "held_blocks", "events")]
+sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-k", chosen, *files]))
+"""
+_BROKEN = """
+#include <vector>
+int main(int argc, char **) {
+    std::vector<int> some(argc);
+    return *(some.data() + 4 * argc) & 0;
+}
+"""
