@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from pdconn.router.access.api_keys import EngineKey
@@ -21,6 +22,7 @@ from pdconn.router.handover.role_follower import EngineReporter, RoleFollower
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.openai.requests import REPORT_MODE
+from pdconn.router.prefix.compiled import extension
 from pdconn.router.proxy_config import ProxyConfig
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.pulls.prefill_patience import PrefillPatience
@@ -31,6 +33,8 @@ from pdconn.router.routing.policy import Policy
 from pdconn.router.routing.routed_request import EventWatcher
 from pdconn.router.routing.session_table import SessionTable
 from pdconn.router.routing.tokenize import Tokeniser
+
+log = logging.getLogger(__name__)
 
 
 def make_handover(
@@ -119,6 +123,11 @@ def make_router(
 
 
 def _caches(config: ProxyConfig) -> PrefixCaches:
+    if extension.module is None:
+        why = extension.why_not
+        log.info(
+            "pdconn: prefix index=python, which takes several times the processor time: %s", why
+        )
     return PrefixCaches(
         scheme=config.routing.scheme(),
         seed=config.routing.hash_seed,

@@ -42,17 +42,17 @@ class RouterMetric:
 BUILD_INFO = RouterMetric(
     "pdconn_router_build_info",
     "gauge",
-    ("version", "python"),
-    "1; the versions of pdconn and Python that serve",
+    ("version", "python", "index"),
+    "1; the versions of pdconn and Python that serve, and whether the index is compiled or python",
 )
 
 
-def add_process(registry: CollectorRegistry) -> None:
-    """Register the version and process metrics."""
+def add_process(registry: CollectorRegistry, index: str) -> None:
+    """Register the version and process metrics; ``index``: which implementation serves."""
     ProcessCollector(registry=registry)
     row = BUILD_INFO
     build = Gauge(row.name, row.help, row.labels, registry=registry)
-    build.labels(version=__version__, python=platform.python_version()).set(1)
+    build.labels(version=__version__, python=platform.python_version(), index=index).set(1)
 
 
 @dataclass(frozen=True, slots=True)

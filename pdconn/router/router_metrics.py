@@ -40,6 +40,7 @@ from pdconn.router.metric_table import (
     TicketEnd,
 )
 from pdconn.router.openai.requests import Route
+from pdconn.router.prefix.compiled import extension
 from pdconn.router.pulls.pull_outcome import PrefixPull, PullEnd
 from pdconn.router.roles.role_controller import RoleDecision
 from pdconn.router.routing.policy import Decision
@@ -89,7 +90,7 @@ class RouterMetrics:
 
     def __init__(self, engines: EngineRegistry) -> None:
         self.registry = CollectorRegistry()
-        add_process(self.registry)
+        add_process(self.registry, extension.implementation())
         self._engines = engines
         self._shown: set[tuple[str, str]] = set()
         self._moment = Moment()

@@ -20,6 +20,7 @@ from pdconn.router.events.subscriber import Status
 from pdconn.router.fleet.engine_page import Load
 from pdconn.router.fleet.member import Role
 from pdconn.router.openai.session_orders import SessionName
+from pdconn.router.prefix.compiled import extension
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
@@ -77,6 +78,7 @@ class DebugPage:
         page = {
             "policy": router.policy.name,
             "hashes": router.caches.index.num_hashes,
+            "index": extension.implementation(),
             "remembered": len(router.decisions),
             "engines": [
                 self._engine(name, loads.get(name), tallies) for name in router.engines.names

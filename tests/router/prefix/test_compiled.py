@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdconn import __version__
+from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.prefix.compiled import extension
 from pdconn.router.prefix.kv_events import BadBatch, Cleared, Removed, Stored, decode_batch
+from pdconn.router.router_metrics import RouterMetrics
 from tests.router.prefix.conftest import COMPILED
 from tests.router.prefix.test_events import (
     CLEARED,
@@ -57,6 +61,15 @@ def test_it_can_be_switched_off(value: str, there: bool) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     ).stdout.strip()
     assert told == (f"{there}" if there else f"{there} {extension.VARIABLE} is set")
+
+
+@pytest.mark.usefixtures("in_both")
+def test_the_metrics_say_which_serves(request: pytest.FixtureRequest) -> None:
+    page = RouterMetrics(EngineRegistry.from_members([])).registry
+    serves = "python" if extension.module is None else "compiled"
+    assert f"[{serves}]" in request.node.name
+    labels = {"version": __version__, "python": platform.python_version(), "index": serves}
+    assert page.get_sample_value("pdconn_router_build_info", labels) == 1
 
 
 # Decoding
@@ -223,6 +236,7 @@ def test_slots_of_any_stride_are_read() -> None:
 _WITHOUT_MEMORY = """
 import resource
 from array import array
+from pdconn import __version__
 from pdconn.router.prefix.compiled import extension
 held = extension.module.HeldBlocks()
 held.add_word()
@@ -330,6 +344,7 @@ spec.loader.exec_module(sys.modules[name])
 import pytest
 from pdconn.router.prefix import compiled
 compiled._blocks = sys.modules[name]
+from pdconn import __version__
 from pdconn.router.prefix.compiled import extension
 assert extension.module.__file__ == {built!r}
 folder = "tests/router/prefix"

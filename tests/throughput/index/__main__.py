@@ -38,6 +38,8 @@ ROOT = Path(__file__).parents[3]
 NAMES = {
     "windows": "pdconn, full attention and windows",
     "full": "pdconn, full attention",
+    "python-windows": "pdconn in Python, full attention and windows",
+    "python-full": "pdconn in Python, full attention",
     "dynamo": "Dynamo, RadixTree",
     "dict": "a dictionary of sets, in Python",
 }
@@ -135,7 +137,7 @@ def measure(recorded: Sequence[Step], fleet: Fleet, rounds: int, names: Sequence
                 print(f"{number + 1}: {name}", file=sys.stderr, flush=True)
                 taken[name].append(replayed(name, file, fleet.pods, core))
     return [
-        row_of(name, them, held_blocks(recorded, windows=name == "windows"))
+        row_of(name, them, held_blocks(recorded, windows=name.endswith("windows")))
         for name, them in taken.items()
     ]
 

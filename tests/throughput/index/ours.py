@@ -1,12 +1,15 @@
-"""Our index with both groups and with full attention alone, and a plain dictionary."""
+"""Our index with both groups and with full attention alone, compiled and not; and a dictionary."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 import xxhash
 
 from pdconn.router.events.tracker import Apply, Numbered, Tracker
 from pdconn.router.prefix.block_index import Index
+from pdconn.router.prefix.compiled import extension
 from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
 from tests.throughput.index.recording import BLOCK_TOKENS
@@ -94,9 +97,15 @@ def made(name: str, pods: int) -> Contestant:
 
     Raises:
         KeyError: there is none.
+        RuntimeError: the compiled one was not built.
     """
-    return {
+    makers: dict[str, Callable[[], Contestant]] = {
         "windows": lambda: Ours(pods, windows=True),
         "full": lambda: Ours(pods, windows=False),
         "dict": lambda: PlainDict(pods),
-    }[name]()
+    }
+    if name.startswith("python-"):
+        extension.module = None
+    elif name != "dict" and extension.module is None:
+        raise RuntimeError(f"the index is not compiled: {extension.why_not}")
+    return makers[name.removeprefix("python-")]()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdconn.router.prefix.compiled import extension
 from tests.throughput.index.__main__ import (
     NAMES,
     RIVAL_VARIABLE,
@@ -42,7 +43,13 @@ def test_the_record_has_hits_evictions_and_pods_that_share_blocks(recorded: list
     assert held_blocks(recorded, windows=False) <= FLEET.pods * FLEET.num_blocks
 
 
-@pytest.mark.parametrize("name", ["full", "dict"])
+@pytest.fixture(autouse=True)
+def compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes in Python switch the compiled one off, each in a process of its own."""
+    monkeypatch.setattr(extension, "module", extension.module)
+
+
+@pytest.mark.parametrize("name", ["full", "python-full", "dict"])
 def test_an_index_finds_what_the_caches_held(name: str, rows: list[Row]) -> None:
     found = look_up(made(name, FLEET.pods), rows)
     assert (found["wrong"], found["shorter"]) == (0, 0)
@@ -50,9 +57,11 @@ def test_an_index_finds_what_the_caches_held(name: str, rows: list[Row]) -> None
 
 
 def test_windows_only_shorten_matches(rows: list[Row]) -> None:
-    found = look_up(made("windows", FLEET.pods), rows)
-    assert found["wrong"] == 0
-    assert 0 < found["shorter"] < len(rows)
+    found, in_python = (
+        look_up(made(name, FLEET.pods), rows) for name in ("windows", "python-windows")
+    )
+    assert found["wrong"] == in_python["wrong"] == 0
+    assert 0 < found["shorter"] == in_python["shorter"] < len(rows)
 
 
 def test_an_index_that_ignores_removals_is_noticed(rows: list[Row]) -> None:

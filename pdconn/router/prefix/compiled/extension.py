@@ -22,6 +22,11 @@ else:
     try:
         from pdconn.router.prefix.compiled import _blocks
     except ImportError as error:
-        why_not = f"it was not built: {error}"
+        why_not = f"no C++ compiler or no headers of Python at installation ({error})"
     else:
         module = _blocks
+
+
+def implementation() -> str:
+    """What serves: ``compiled`` or ``python``."""
+    return "python" if module is None else "compiled"
