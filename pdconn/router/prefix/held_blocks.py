@@ -47,7 +47,7 @@ _TOGETHER = 16
 _NO_SLOTS: Slots = np.empty(0, np.intp)
 
 
-class Held(Protocol):
+class HeldBlocks(Protocol):
     """The blocks that pods hold, by number of pod and plane."""
 
     @property
@@ -106,16 +106,16 @@ class Held(Protocol):
         """For each slot, the pods of one word that hold it, as bits of ``uint64``."""
 
 
-def held_blocks() -> Held:
+def held_blocks() -> HeldBlocks:
     """No blocks yet; compiled, where that is there."""
     if extension.module is None:
-        return HeldBlocks()
-    made: Held = extension.module.HeldBlocks()
+        return PythonBlocks()
+    made: HeldBlocks = extension.module.HeldBlocks()
     return made
 
 
-class HeldBlocks:
-    """The blocks that pods hold, in Python; the functions are documented in :class:`Held`."""
+class PythonBlocks:
+    """The blocks that pods hold, in Python; the functions are documented in :class:`HeldBlocks`."""
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdconn.router.prefix.held_blocks import POD_BITS, Held, HeldBlocks
+from pdconn.router.prefix.held_blocks import POD_BITS, HeldBlocks, PythonBlocks
 from tests.router.prefix.conftest import COMPILED
 
 PLACES = (0, 1, 63, 64, 70)
@@ -91,13 +91,13 @@ class Account:
         ]
 
 
-def _words(held: Held, plane: int, word: int, hashes: Sequence[int]) -> list[int]:
+def _words(held: HeldBlocks, plane: int, word: int, hashes: Sequence[int]) -> list[int]:
     slots = np.frombuffer(held.slots_of(hashes), np.intp)
     words: list[int] = np.frombuffer(held.held(plane, word, slots), np.uint64).tolist()
     return words
 
 
-def _agrees(held: Held, ops: Sequence[Op]) -> bool:
+def _agrees(held: HeldBlocks, ops: Sequence[Op]) -> bool:
     """Whether all that can be asked is as in the account, after each change."""
     account = Account()
     for _ in range(2):
@@ -121,14 +121,14 @@ def _agrees(held: Held, ops: Sequence[Op]) -> bool:
     return True
 
 
-def compiled() -> Held:
-    made: Held = COMPILED.HeldBlocks()  # type: ignore[union-attr]
+def compiled() -> HeldBlocks:
+    made: HeldBlocks = COMPILED.HeldBlocks()  # type: ignore[union-attr]
     return made
 
 
 needs_compiled = pytest.mark.skipif(COMPILED is None, reason="not built")
 BOTH = pytest.mark.parametrize(
-    "make", [HeldBlocks, pytest.param(compiled, marks=needs_compiled)], ids=["python", "compiled"]
+    "make", [PythonBlocks, pytest.param(compiled, marks=needs_compiled)], ids=["python", "compiled"]
 )
 
 
@@ -138,12 +138,12 @@ BOTH = pytest.mark.parametrize(
 @example(ops=[("store", 0, 0, MANY, 1000, True), ("remove", 0, 0, MANY * 2, 0, True)])
 @example(ops=[*TWICE, ("remove", 0, 0, MANY, 0, True), ("clear", 0, 0, [], 0, True)])
 def test_what_is_held_is_what_was_stored_and_not_removed_since(
-    make: Callable[[], Held], ops: list[Op]
+    make: Callable[[], HeldBlocks], ops: list[Op]
 ) -> None:
     assert _agrees(make(), ops)
 
 
-class _Careless(HeldBlocks):
+class _Careless(PythonBlocks):
     """Does not look whether a pod holds a block already when it stores many at once."""
 
     def _store_together(self, place: int, plane: int, hashes: Sequence[int]) -> bool:
@@ -155,7 +155,7 @@ class _Careless(HeldBlocks):
         return stored
 
 
-class _Deaf(HeldBlocks):
+class _Deaf(PythonBlocks):
     """Keeps what it has when a pod is cleared."""
 
     def clear(self, place: int, /) -> dict[int, int]:
@@ -166,13 +166,13 @@ class _Deaf(HeldBlocks):
     ("wrong", "ops"),
     [(_Careless, TWICE), (_Deaf, [*TWICE, ("clear", 0, 0, [], 0, True)])],
 )
-def test_wrong_blocks_are_noticed(wrong: type[HeldBlocks], ops: list[Op]) -> None:
-    assert _agrees(HeldBlocks(), ops)
+def test_wrong_blocks_are_noticed(wrong: type[PythonBlocks], ops: list[Op]) -> None:
+    assert _agrees(PythonBlocks(), ops)
     assert not _agrees(wrong(), ops)
 
 
 @BOTH
-def test_slots_are_found_after_growth_and_churn(make: Callable[[], Held]) -> None:
+def test_slots_are_found_after_growth_and_churn(make: Callable[[], HeldBlocks]) -> None:
     """50 000 hashes of 64 bits, of which a random half goes and comes, ten times."""
     held, rng = make(), Random(3)
     held.add_word()
@@ -191,7 +191,7 @@ def test_slots_are_found_after_growth_and_churn(make: Callable[[], Held]) -> Non
 
 
 @BOTH
-def test_planes_and_words_come_and_go(make: Callable[[], Held]) -> None:
+def test_planes_and_words_come_and_go(make: Callable[[], HeldBlocks]) -> None:
     held = make()
     held.add_word()
     first = held.add_plane()
@@ -218,7 +218,7 @@ def test_planes_and_words_come_and_go(make: Callable[[], Held]) -> None:
     begin=st.integers(0, 900),
 )
 def test_leading_slots_are_those_before_the_first_unknown_hash(
-    make: Callable[[], Held], changes: list[tuple[int, int, bool]], begin: int
+    make: Callable[[], HeldBlocks], changes: list[tuple[int, int, bool]], begin: int
 ) -> None:
     held = _one_plane(make)
     for first, number, stores in changes:
@@ -231,19 +231,19 @@ def test_leading_slots_are_those_before_the_first_unknown_hash(
     assert _leading(held, prompt) == _one_by_one(held, prompt)
 
 
-def _one_plane(make: Callable[[], Held]) -> Held:
+def _one_plane(make: Callable[[], HeldBlocks]) -> HeldBlocks:
     held = make()
     held.add_word()
     held.add_plane()
     return held
 
 
-def _leading(held: Held, hashes: Sequence[int]) -> list[int]:
+def _leading(held: HeldBlocks, hashes: Sequence[int]) -> list[int]:
     found: list[int] = np.frombuffer(held.leading_slots_of(hashes), np.intp).tolist()
     return found
 
 
-def _one_by_one(held: Held, hashes: Sequence[int]) -> list[int]:
+def _one_by_one(held: HeldBlocks, hashes: Sequence[int]) -> list[int]:
     return list(takewhile(truth, np.frombuffer(held.slots_of(hashes), np.intp).tolist()))
 
 
@@ -260,7 +260,7 @@ class CountedDict(dict[int, int]):
         return super().get(key, default)
 
 
-def _asked_for(held: HeldBlocks, hashes: Sequence[int]) -> int:
+def _asked_for(held: PythonBlocks, hashes: Sequence[int]) -> int:
     """How often a look-up asks the dictionary."""
     held._slots = counted = CountedDict(held._slots)
     found = _leading(held, hashes)
@@ -270,7 +270,7 @@ def _asked_for(held: HeldBlocks, hashes: Sequence[int]) -> int:
     return asked
 
 
-def _churned(make: Callable[[], Held]) -> tuple[Any, list[int]]:
+def _churned(make: Callable[[], HeldBlocks]) -> tuple[Any, list[int]]:
     """Ten prompts of 1000 blocks went through a pod that holds two, evicted from their ends."""
     held = _one_plane(make)
     prompts = [[*range(first, first + 1000)] for first in range(1, 10_001, 1000)]
@@ -282,14 +282,14 @@ def _churned(make: Callable[[], Held]) -> tuple[Any, list[int]]:
 
 
 def test_a_long_prompt_is_found_in_rows_of_slots() -> None:
-    held, prompt = _churned(HeldBlocks)
+    held, prompt = _churned(PythonBlocks)
     assert _asked_for(held, prompt) < 100
     # The control: in another order there are no rows, and every hash is asked for.
     assert _asked_for(held, prompt[::-1]) >= 1000
 
 
 @BOTH
-def test_the_leading_slots_end_at_a_removed_block(make: Callable[[], Held]) -> None:
+def test_the_leading_slots_end_at_a_removed_block(make: Callable[[], HeldBlocks]) -> None:
     """In Python its slot still names its hash."""
     held, prompt = _churned(make)
     held.remove(0, 0, [prompt[700]])

@@ -1,4 +1,4 @@
-// The blocks that pods hold, by hash, plane and pod: what HeldBlocks of held_blocks.py does.
+// The blocks that pods hold, by hash, plane and pod: what PythonBlocks of held_blocks.py does.
 #pragma once
 
 #include <cstddef>
