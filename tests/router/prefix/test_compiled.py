@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,6 +223,21 @@ def test_wrong_arguments_raise_and_change_nothing(
         call(held)
     assert held.num_hashes == 1
     assert held.remove(0, 0, [7]) == (1, 0)
+
+
+@needs_compiled
+def test_a_sequence_that_changes_the_planes_while_it_is_read_is_refused() -> None:
+    held = _one_plane()
+    held.remove(0, 0, [7])
+
+    class Dropping(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            held.drop_plane(0)
+            return iter([1])
+
+    with pytest.raises(IndexError, match="plane"):
+        held.store(0, 0, (one for one in Dropping()), 1, True)
+    assert held.num_hashes == 0
 
 
 @needs_compiled

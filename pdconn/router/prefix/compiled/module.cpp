@@ -291,13 +291,14 @@ PyObject *drop_plane(PyObject *self, PyObject *argument) {
 PyObject *store(PyObject *self, PyObject *const *arguments, Py_ssize_t number) {
     return guarded([=] {
         expect_arguments(number, 5);
-        pdconn::HeldBlocks &blocks = blocks_of(self);
-        const std::size_t place = place_of(blocks, arguments[0]);
-        const std::size_t plane = plane_of(blocks, arguments[1]);
         const Hashes hashes(arguments[2]);
         const std::size_t room = size_of(arguments[3]);
         const int counts_copies = PyObject_IsTrue(arguments[4]);
         if (counts_copies < 0) throw PythonError{};
+        // Last, since what ran before may be Python that changes the planes.
+        pdconn::HeldBlocks &blocks = blocks_of(self);
+        const std::size_t place = place_of(blocks, arguments[0]);
+        const std::size_t plane = plane_of(blocks, arguments[1]);
         return pair_of(
             blocks.store(place, plane, hashes.data(), hashes.size(), room, counts_copies != 0));
     });
@@ -306,10 +307,10 @@ PyObject *store(PyObject *self, PyObject *const *arguments, Py_ssize_t number) {
 PyObject *remove(PyObject *self, PyObject *const *arguments, Py_ssize_t number) {
     return guarded([=] {
         expect_arguments(number, 3);
+        const Hashes hashes(arguments[2]);
         pdconn::HeldBlocks &blocks = blocks_of(self);
         const std::size_t place = place_of(blocks, arguments[0]);
         const std::size_t plane = plane_of(blocks, arguments[1]);
-        const Hashes hashes(arguments[2]);
         return pair_of(blocks.remove(place, plane, hashes.data(), hashes.size()));
     });
 }
@@ -358,11 +359,11 @@ PyObject *leading_slots_of(PyObject *self, PyObject *hashes) {
 PyObject *held(PyObject *self, PyObject *const *arguments, Py_ssize_t number) {
     return guarded([=] {
         expect_arguments(number, 3);
+        const Buffer slots(arguments[2], PyBUF_STRIDED_RO);
         const pdconn::HeldBlocks &blocks = blocks_of(self);
         const std::size_t plane = plane_of(blocks, arguments[0]);
         const std::size_t word = size_of(arguments[1]);
         if (word >= blocks.num_words()) fail(PyExc_IndexError, "word");
-        const Buffer slots(arguments[2], PyBUF_STRIDED_RO);
         if (slots->ndim != 1 || slots->itemsize != sizeof(Py_ssize_t))
             fail(PyExc_TypeError, "slots: expected one row of intp");
         Ref words = checked(PyBytes_FromStringAndSize(
