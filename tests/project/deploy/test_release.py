@@ -74,6 +74,8 @@ def test_the_sdist_has_what_a_build_needs_and_the_licence(dist: Path) -> None:
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {*FILES, "pdconn/py.typed", "pdconn/router/admin/page.html"} <= names
+    compiled = Path("pdconn/router/prefix/compiled")
+    assert {str(compiled / path.name) for path in (ROOT / compiled).glob("*.?pp")} <= names
     assert not any(name.startswith(("tests/", "docker/", ".")) for name in names)
 
 
