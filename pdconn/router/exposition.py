@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, genera
 from prometheus_client.core import Metric
 
 from pdconn import __version__
-from pdconn.router.labels import LabelValue
+from pdconn.router.labels import IndexKind, LabelValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,17 @@ BUILD_INFO = RouterMetric(
     "pdconn_router_build_info",
     "gauge",
     ("version", "python", "index"),
-    "1; the versions of pdconn and Python that serve, and whether the index is compiled or python",
+    "1; the versions of pdconn and Python that serve, and what the prefix index is made of",
+    values={"index": IndexKind},
 )
 
 
-def add_process(registry: CollectorRegistry, index: str) -> None:
-    """Register the version and process metrics; ``index``: which implementation serves."""
+def add_process(registry: CollectorRegistry, index: IndexKind) -> None:
+    """Register the version and process metrics."""
     ProcessCollector(registry=registry)
     row = BUILD_INFO
     build = Gauge(row.name, row.help, row.labels, registry=registry)
-    build.labels(version=__version__, python=platform.python_version(), index=index).set(1)
+    build.labels(version=__version__, python=platform.python_version(), index=index.value).set(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,3 +140,10 @@ class RoleVerdict(LabelValue):
     NO_BETTER = ("no_better", "A role is short, and no other ratio is better by enough.")
     UNSTEADY = ("unsteady", "A role is short, but not for long enough.")
     TOO_SOON = ("too_soon", "An engine changed its role shortly before.")
+
+
+class IndexKind(LabelValue):
+    """What the prefix index is made of: the label ``index`` of ``build_info``."""
+
+    COMPILED = ("compiled", "C++ decodes events and keeps which engine holds which block.")
+    PYTHON = ("python", "Python does it, several times slower: nothing was compiled.")

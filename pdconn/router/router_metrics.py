@@ -90,7 +90,7 @@ class RouterMetrics:
 
     def __init__(self, engines: EngineRegistry) -> None:
         self.registry = CollectorRegistry()
-        add_process(self.registry, extension.implementation())
+        add_process(self.registry, extension.index_kind())
         self._engines = engines
         self._shown: set[tuple[str, str]] = set()
         self._moment = Moment()

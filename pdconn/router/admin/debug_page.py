@@ -78,7 +78,7 @@ class DebugPage:
         page = {
             "policy": router.policy.name,
             "hashes": router.caches.index.num_hashes,
-            "index": extension.implementation(),
+            "index": extension.index_kind().value,
             "remembered": len(router.decisions),
             "engines": [
                 self._engine(name, loads.get(name), tallies) for name in router.engines.names

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
+from pdconn.router.labels import IndexKind
+
 VARIABLE = "PDCONN_NO_EXTENSIONS"
 
 module: ModuleType | None = None
@@ -27,6 +29,6 @@ else:
         module = _blocks
 
 
-def implementation() -> str:
-    """What serves: ``compiled`` or ``python``."""
-    return "python" if module is None else "compiled"
+def index_kind() -> IndexKind:
+    """What serves."""
+    return IndexKind.PYTHON if module is None else IndexKind.COMPILED
