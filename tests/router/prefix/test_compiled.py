@@ -282,6 +282,7 @@ def test_a_list_for_which_there_is_no_memory_is_not_stored_in_part() -> None:
 
 _REPEATED = """
 import os
+from contextlib import suppress
 import msgspec
 from pdconn.router.prefix.compiled import extension
 from pdconn.router.prefix.kv_events import Cleared, Removed, Stored
