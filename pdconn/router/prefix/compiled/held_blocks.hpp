@@ -1,6 +1,7 @@
 // The blocks that pods hold, by hash, plane and pod: what PythonBlocks of held_blocks.py does.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <new>
@@ -52,7 +53,7 @@ public:
 
     Counted store(std::size_t place, std::size_t plane, const Hash *hashes, std::size_t number,
                   std::size_t room, bool counts_copies) {
-        make_room(number);
+        make_room(std::min(number, room));  // no more are new
         Words &words = (*planes_[plane])[place / POD_BITS];
         const Word bit = Word{1} << place % POD_BITS;
         Counted counted;

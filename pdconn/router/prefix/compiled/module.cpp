@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <cstddef>
+#include <cstring>
 #include <exception>
 #include <new>
 #include <optional>
@@ -211,10 +212,9 @@ PyObject *decode(PyObject *, PyObject *const *arguments, Py_ssize_t number) {
         if (!pdconn::EventDecoder(bytes, batch).decode()) return none().release();
         const Decoded decoded{payload,      arguments[1], arguments[2],
                               arguments[3], arguments[4], batch};
-        const Ref events = checked(PyList_New(static_cast<Py_ssize_t>(batch.events.size())));
-        for (std::size_t at = 0; at < batch.events.size(); at++)
-            PyList_SET_ITEM(events.get(), static_cast<Py_ssize_t>(at),
-                            decoded.event(batch.events[at]).release());
+        const Ref events = checked(PyList_New(0));  // whole at all times: events are made by Python
+        for (const pdconn::SentEvent &sent : batch.events)
+            if (PyList_Append(events.get(), decoded.event(sent).get()) < 0) throw PythonError{};
         const Ref ts = checked(PyFloat_FromDouble(batch.ts)), rank = number_or_none(batch.rank);
         return checked(PyTuple_Pack(3, ts.get(), events.get(), rank.get())).release();
     });
@@ -370,8 +370,11 @@ PyObject *held(PyObject *self, PyObject *const *arguments, Py_ssize_t number) {
             nullptr, slots->shape[0] * static_cast<Py_ssize_t>(sizeof(pdconn::Word))));
         auto *out = reinterpret_cast<pdconn::Word *>(PyBytes_AS_STRING(words.get()));
         const char *at = static_cast<const char *>(slots->buf);
-        for (Py_ssize_t row = 0; row < slots->shape[0]; row++, at += slots->strides[0])
-            out[row] = blocks.held(plane, word, *reinterpret_cast<const std::size_t *>(at));
+        for (Py_ssize_t row = 0; row < slots->shape[0]; row++, at += slots->strides[0]) {
+            std::size_t slot;
+            std::memcpy(&slot, at, sizeof slot);  // it need not be aligned
+            out[row] = blocks.held(plane, word, slot);
+        }
         return words.release();
     });
 }
