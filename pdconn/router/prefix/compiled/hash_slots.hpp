@@ -15,6 +15,13 @@ using Slot = std::uint32_t;
 
 constexpr Slot NO_SLOT = 0;
 
+// Odd, for a table that multiplies its keys by it: who sends hashes can't choose ones that share an
+// entry.
+inline Hash random_multiplier() {
+    std::random_device random;
+    return (Hash{random()} << 32 | random()) | 1;
+}
+
 // An open-addressing table of slots.  The hash of a slot stands in `hashes`, so that an entry
 // takes four bytes; a search compares the hashes of the slots that it meets.
 class HashSlots {
@@ -141,8 +148,7 @@ private:
     std::vector<Slot> table_;
     std::size_t capacity_ = 0;
     int shift_ = 64 - __builtin_ctzll(FIRST_SIZE);
-    // Odd and random: who sends hashes can't choose ones that share an entry.
-    Hash multiplier_ = (Hash{std::random_device{}()} << 32 | std::random_device{}()) | 1;
+    Hash multiplier_ = random_multiplier();
 };
 
 }  // namespace pdconn

@@ -34,7 +34,7 @@ public:
     void add_word() {
         for (auto &plane : planes_)
             if (plane && plane->size() == num_words_) plane->emplace_back(slots_.capacity(), 0);
-        copies_.resize((num_words_ + 1) * POD_BITS);
+        copies_.resize((num_words_ + 1) * POD_BITS, no_copies_);
         num_words_++;
     }
 
@@ -107,7 +107,7 @@ public:
                 removed[plane]++;
             }
         }
-        copies_[place].clear();
+        copies_[place] = no_copies_;  // clear() would keep the memory of its table
         return removed;
     }
 
@@ -160,6 +160,12 @@ private:
 
     // Copies are few, and only a pod that has some pays for the search.
 
+    struct CopyHash {
+        Word multiplier;
+        std::size_t operator()(Word key) const noexcept { return key * multiplier; }
+    };
+    using Copies = std::unordered_map<Word, std::size_t, CopyHash>;
+
     static Word copy_key(std::size_t plane, Slot slot) { return Word{plane} << 32 | slot; }
 
     void add_copy(std::size_t place, std::size_t plane, Slot slot) {
@@ -172,7 +178,7 @@ private:
 
     // Whether there was a copy to take.
     bool take_copy(std::size_t place, std::size_t plane, Slot slot) {
-        auto &copies = copies_[place];
+        Copies &copies = copies_[place];
         if (copies.empty()) return false;
         const auto found = copies.find(copy_key(plane, slot));
         if (found == copies.end()) return false;
@@ -182,7 +188,8 @@ private:
 
     HashSlots slots_;
     std::vector<std::optional<Plane>> planes_;
-    std::vector<std::unordered_map<Word, std::size_t>> copies_;
+    const Copies no_copies_{0, CopyHash{random_multiplier()}};
+    std::vector<Copies> copies_;
     std::size_t num_words_ = 0;
 };
 
