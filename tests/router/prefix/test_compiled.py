@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
 import shutil
@@ -10,7 +12,9 @@ import sys
 import sysconfig
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +102,10 @@ EVENTS = st.sampled_from(
         REMOVED,
         REMOVED | {"block_hashes": [(1 << 64) - 1, -7, bytes(range(32))]},
         REMOVED | {"locality": "REMOTE"},
+        REMOVED | {"medium": "GPU"},
+        REMOVED | {"medium": "A_Z[\\]^@{0}\x7f"},
+        REMOVED | {"block_hashes": [-33, -200, -40_000, -(1 << 40)]},
+        REMOVED | {"group_idx": None},
         STORED | {"token_ids": None, "extra_keys": None, "medium": None, "locality": "Remote"},
         STORED | {"token_ids": [*range(300)], "lora_name": "Ünic", "parent_block_hash": None},
         CLEARED,
@@ -132,6 +140,35 @@ def test_damaged_payloads_are_decoded_to_the_same(payload: bytes, data: Any) -> 
     cut = data.draw(st.integers(0, len(changed)))
     assert _says_the_same(bytes(changed))
     assert _says_the_same(bytes(changed[:cut]))
+
+
+def _map(*pairs: tuple[str, object]) -> bytes:
+    """A payload of one event, a map whose keys may come twice."""
+    event = bytes([0x80 | len(pairs)]) + b"".join(encode(one) for pair in pairs for one in pair)
+    return b"\x92" + encode(1.5) + b"\x91" + event
+
+
+REMOVED_PAIRS = tuple(REMOVED.items())
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "payload",
+    [
+        _map(*REMOVED_PAIRS, ("block_hashes", [8, 9])),
+        _map(*REMOVED_PAIRS, ("medium", "GPU")),
+        _map(*REMOVED_PAIRS, ("medium", None)),
+        _map(*REMOVED_PAIRS, ("group_idx", None)),
+        _map(*REMOVED_PAIRS, ("type", "AllBlocksCleared")),
+        _map(*REMOVED_PAIRS, ("type", 7)),
+        _map(*REMOVED_PAIRS[1:], REMOVED_PAIRS[0]),
+        _map(*STORED.items(), ("parent_block_hash", None)),
+        _map(("type", "AllBlocksCleared"), ("medium", 7), ("medium", [])),
+    ],
+    ids=repr,
+)
+def test_maps_with_keys_that_come_twice_are_decoded_to_the_same(payload: bytes) -> None:
+    assert _says_the_same(payload)
 
 
 def _forgets_the_rank(*sent: Any) -> Any:
@@ -240,8 +277,27 @@ def test_a_sequence_that_changes_the_planes_while_it_is_read_is_refused() -> Non
 
 
 @needs_compiled
+def test_the_list_of_events_is_whole_while_they_are_made() -> None:
+    """Python runs then, and the garbage collector shows it every list."""
+    made: list[object] = []
+    lengths: list[int] = []
+
+    def stored(*fields: Any) -> object:
+        lists = [one for one in gc.get_referrers(*made) if type(one) is list and one is not made]
+        lengths.extend(map(len, lists))
+        made.append(fields)
+        return fields
+
+    payload = encode([1.5, [STORED] * 3])
+    assert COMPILED.decode(payload, stored, Removed, Cleared(), msgspec.Raw)[1] == made  # type: ignore[union-attr]
+    assert lengths == [1, 2]
+
+
+@needs_compiled
 def test_slots_of_any_stride_are_read() -> None:
     held = _one_plane()
+    unaligned = np.frombuffer(b"-" + np.array([0, 1], np.intp).tobytes(), np.intp, offset=1)
+    assert np.frombuffer(held.held(0, 0, unaligned), np.uint64).tolist() == [0, 1]
     slots = np.array([0, 1, 99, 1, -1, 0], np.intp)  # 99 and -1 are no slots: nobody holds these
     words = [np.frombuffer(held.held(0, 0, slots[::step]), np.uint64) for step in (1, 2, -1)]
     assert [one.tolist() for one in words] == [[0, 1, 0, 1, 0, 0], [0, 0, 0], [0, 0, 1, 0, 1, 0]]
@@ -278,6 +334,69 @@ def test_a_list_for_which_there_is_no_memory_is_not_stored_in_part() -> None:
         [sys.executable, "-c", _WITHOUT_MEMORY], capture_output=True, text=True, check=True
     ).stdout
     assert told.startswith("refused after")
+
+
+def _resident_nbytes() -> int:
+    """Resident memory, without what is free; only glibc can give that back."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGESIZE")
+
+
+@needs_compiled
+def test_blocks_that_are_refused_take_no_memory() -> None:
+    held, blocks = _one_plane(), array("Q", range(1_000_000))
+    before = _resident_nbytes()
+    assert held.store(0, 0, blocks, 10, True) == (10, 999_990 - 1)  # it has one of them
+    refused = _resident_nbytes()
+    held.store(0, 0, blocks, 1_000_000, True)  # the control
+    assert refused - before < (_resident_nbytes() - refused) / 10
+
+
+@needs_compiled
+def test_a_plane_takes_memory_for_the_blocks_that_it_holds() -> None:
+    held, blocks = _one_plane(), array("Q", range(2_000_000))
+    held.store(0, 0, blocks, 2_000_000, True)
+    sizes = [_resident_nbytes()]
+    for some in (blocks[:1], blocks):  # the second is the control
+        for plane in (held.add_plane() for _ in range(5)):
+            held.store(0, plane, some, 2_000_000, True)
+        sizes.append(_resident_nbytes())
+    # A page may be of 2 MiB.
+    assert sizes[1] - sizes[0] < 5 * (4 << 20) < 5 * 8 * len(blocks) <= sizes[2] - sizes[1]
+
+
+def _seconds_of_copies(residue: Callable[[int], int], planes: int = 54) -> float:
+    """Time to copy blocks again, whose planes and slots have these residues by ``_BUCKETS``."""
+    held = COMPILED.HeldBlocks()  # type: ignore[union-attr]
+    held.add_word()
+    blocks = array("Q", range(1, 100_001))
+    lists = []
+    for plane in range(planes):
+        assert held.add_plane() == plane
+        if not plane:
+            held.store(0, 0, blocks, 1 << 30, True)  # which makes the slot of each block its hash
+            assert np.frombuffer(held.slots_of(blocks), np.intp).tolist() == blocks.tolist()
+        first = (residue(plane) - (plane << 32)) % _BUCKETS or _BUCKETS
+        lists.append(array("Q", range(first, 100_001, _BUCKETS)))
+    taken = []
+    for _ in range(4):  # first the blocks, then a copy of each
+        begin = perf_counter()
+        for plane, some in enumerate(lists):
+            held.store(0, plane, some, 1 << 30, True)
+        taken.append(perf_counter() - begin)
+    return min(taken[2:])
+
+
+_BUCKETS = 2357
+"""Of libstdc++'s tables for as many as 2357 elements."""
+
+
+@needs_compiled
+def test_nobody_can_choose_copies_that_share_a_bucket() -> None:
+    """Measured with hashes that nobody multiplies: 50 times as long."""
+    assert _seconds_of_copies(lambda _: 1) < 15 * _seconds_of_copies(lambda plane: 37 * plane)
 
 
 _REPEATED = """
@@ -386,6 +505,7 @@ _BROKEN = """
 #include <vector>
 int main(int argc, char **) {
     std::vector<int> some(argc);
-    return *(some.data() + 4 * argc) & 0;
+    volatile int read = *(some.data() + 4 * argc);
+    return read * 0;
 }
 """

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <new>
 #include <optional>
 #include <unordered_map>
@@ -17,6 +18,22 @@ namespace pdconn {
 using Word = std::uint64_t;
 
 constexpr std::size_t POD_BITS = 64;
+
+// Zeros that take no memory until they are written: a plane with few blocks has few pages.
+template <typename T>
+struct ZeroPages {
+    using value_type = T;
+    T *allocate(std::size_t number) {
+        void *zeros = std::calloc(number, sizeof(T));
+        if (!zeros) throw std::bad_alloc();
+        return static_cast<T *>(zeros);
+    }
+    void deallocate(T *zeros, std::size_t) { std::free(zeros); }
+    void construct(T *) {}  // it is zero
+    void construct(T *at, T value) { *at = value; }
+    bool operator==(const ZeroPages &) const { return true; }
+    bool operator!=(const ZeroPages &) const { return false; }
+};
 
 struct Counted {
     std::size_t done = 0;     // blocks stored or removed
@@ -33,14 +50,16 @@ public:
     // Room for another 64 pods.
     void add_word() {
         for (auto &plane : planes_)
-            if (plane && plane->size() == num_words_) plane->emplace_back(slots_.capacity(), 0);
+            if (plane && plane->size() == num_words_) plane->emplace_back(slots_.capacity());
         copies_.resize((num_words_ + 1) * POD_BITS, no_copies_);
         num_words_++;
     }
 
     // The number of a new plane.
     std::size_t add_plane() {
-        Plane words(num_words_, Words(slots_.capacity(), 0));
+        Plane words;
+        words.reserve(num_words_);
+        while (words.size() < num_words_) words.emplace_back(slots_.capacity());
         std::size_t at = 0;
         while (at < planes_.size() && planes_[at]) at++;
         if (at == planes_.size()) planes_.emplace_back();
@@ -137,8 +156,8 @@ public:
     }
 
 private:
-    using Words = std::vector<Word>;   // by slot, at least of the slots' capacity
-    using Plane = std::vector<Words>;  // by word of pods
+    using Words = std::vector<Word, ZeroPages<Word>>;  // by slot, at least of the slots' capacity
+    using Plane = std::vector<Words>;                  // by word of pods
     static constexpr std::size_t AHEAD = 8;
 
     // An allocation may fail: the words of planes grow first, as longer ones do no harm.
