@@ -138,11 +138,12 @@ BAD = [
     7,
     STORED | {"block_size": -16},
     STORED | {"block_size": 0},
+    STORED | {"block_size": wire.MAX_BLOCK_TOKENS + 1},
     STORED | {"group_idx": -1},
     STORED | {"group_idx": wire.MAX_GROUP + 1},
     STORED | {"block_hashes": 7},
     STORED | {"block_hashes": [1.5]},
-    STORED | {"block_hashes": [b"short"]},
+    STORED | {"block_hashes": [bytes(7)]},
     STORED | {"token_ids": "tokens"},
     STORED | {"extra_keys": 5},
     STORED | {"medium": 1},
@@ -192,9 +193,19 @@ def test_oversized_payloads_are_refused_before_they_are_decoded() -> None:
 
 
 def test_more_events_than_any_step_has_are_refused() -> None:
-    head = b"\x93\x01\xdd" + (wire.MAX_EVENTS + 1).to_bytes(4, "big")
+    def payload(number: int) -> bytes:
+        events = b"\xdd" + number.to_bytes(4, "big") + number * encode(row(CLEARED))
+        return b"\x92" + encode(1.5) + events
+
+    assert len(decode_batch(payload(wire.MAX_EVENTS)).events) == wire.MAX_EVENTS
     with pytest.raises(BadBatch, match=str(wire.MAX_EVENTS)):
-        decode_batch(head + b"\x80" * (wire.MAX_EVENTS + 1) + b"\x00")
+        decode_batch(payload(wire.MAX_EVENTS + 1))
+
+
+def test_an_event_of_more_blocks_than_any_has_costs_itself_alone() -> None:
+    most = [7] * wire.MAX_EVENTS
+    assert len(only(REMOVED | {"block_hashes": most}).hashes) == len(most)
+    assert read(REMOVED | {"block_hashes": [*most, 7]}).num_undecodable == 1
 
 
 JUNK = st.recursive(

@@ -137,6 +137,8 @@ BOTH = pytest.mark.parametrize(
 @example(ops=[("store", 0, 0, MANY, 1000, True), ("remove", 0, 0, MANY, 0, True)])
 @example(ops=[("store", 0, 0, MANY, 1000, True), ("remove", 0, 0, MANY * 2, 0, True)])
 @example(ops=[*TWICE, ("remove", 0, 0, MANY, 0, True), ("clear", 0, 0, [], 0, True)])
+@example(ops=[*TWICE, ("clear", 0, 0, [], 0, True), *TWICE])
+@example(ops=[*TWICE, *TWICE, *[("remove", 0, 0, MANY, 0, True)] * 5])
 def test_what_is_held_is_what_was_stored_and_not_removed_since(
     make: Callable[[], HeldBlocks], ops: list[Op]
 ) -> None:
