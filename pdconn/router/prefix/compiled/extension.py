@@ -24,7 +24,7 @@ else:
     try:
         from pdconn.router.prefix.compiled import _blocks
     except ImportError as error:
-        why_not = f"no C++ compiler or no headers of Python at installation ({error})"
+        why_not = f"not built, which takes g++ and Python's headers, or does not load ({error})"
     else:
         module = _blocks
 

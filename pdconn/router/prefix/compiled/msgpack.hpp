@@ -116,7 +116,7 @@ public:
     bool skip_each(std::uint64_t number, int depth) {
         if (number > left()) return false;  // each takes a byte or more
         for (; number; number--) {
-            // Token ids: integers of up to 128 and of up to 65 536.
+            // Small integers are most of what is skipped.
             if (at_ != end_ && *at_ < 0x80) at_++;
             else if (!skip(depth)) return false;
         }
