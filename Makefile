@@ -38,7 +38,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt pyproject.toml $(wildcard pdconn/router/prefix/compiled/*.?pp)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"pdconn needs Python 3.11 or newer, found {v[0]}.{v[1]}; set PYTHON=")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(PYTHON) .ci/install.py $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"

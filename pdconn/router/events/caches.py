@@ -18,7 +18,7 @@ from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.chains import Chains, finish
 from pdconn.router.prefix.detect import can_tell, detect
 from pdconn.router.prefix.hashing import Extras, HashScheme
-from pdconn.router.prefix.kv_events import Batch, Stored
+from pdconn.router.prefix.kv_events import Batch, Cleared, Stored
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, NO_HIT, Hit, Prompt, Scorer
 
 log = logging.getLogger(__name__)
@@ -101,10 +101,16 @@ class PrefixCaches:
         """Apply a pod's events."""
         name = pod_name(source)
         feed = self._feed(source)
-        for event in batch.events:
+        # To clear takes time for each block of the index, and what it clears need not be stored.
+        cleared = [row for row, event in enumerate(batch.events) if isinstance(event, Cleared)]
+        begin = cleared[-1] if cleared else 0
+        for row, event in enumerate(batch.events):
             if feed.scheme is None and isinstance(event, Stored):
                 self._detect(name, feed, event)
-            self.index.apply_event(name, event)
+            if row >= begin:
+                self.index.apply_event(name, event)
+            elif isinstance(event, Stored):
+                self.index.learn_from(name, event)
         if self.index.version != self._shared:
             self._share_groups()
 

@@ -162,7 +162,7 @@ class Index:
         elif isinstance(event, Removed):
             self.remove_blocks(name, event.group, event.medium, event.hashes)
         else:
-            self._learn_from(name, event)
+            self.learn_from(name, event)
             self.store_blocks(name, event.group, event.medium, _held(event))
 
     def store_blocks(
@@ -170,9 +170,7 @@ class Index:
     ) -> None:
         """Add blocks to a pod, by hashes of 64 bits; one that it already holds gets a copy."""
         pod = self.add_pod(name)
-        if group is not None and group not in pod.seen:
-            pod.seen.add(group)
-            self.version += 1
+        self._see_group(pod, group)
         plane = (group, medium)
         number = self._number_of(plane)
         if number is None:
@@ -246,13 +244,16 @@ class Index:
 
     # What events teach
 
-    def _learn_from(self, name: str, event: Stored) -> None:
+    def learn_from(self, name: str, event: Stored) -> None:
+        """Learn a group's description, and the size of a store's rows."""
+        pod = self.add_pod(name)
         group, kind = event.group, event.kind
+        self._see_group(pod, group)
         if group is None or kind is None:
             return
         if event.medium in (STORED, REMOTE) and event.hashes and KINDS.get(kind) is Needs.WHOLE:
             self.learn_row(name, len(event.hashes) * event.block_tokens)
-        known = self.add_pod(name).groups.get(group)
+        known = pod.groups.get(group)
         block_tokens = event.block_tokens
         if known is not None:
             # A partial block is stored with its own size, which is not the group's.
@@ -261,6 +262,11 @@ class Index:
                 return
         eagle = group in self.eagle_groups
         self.learn_group(name, group, GroupSpec(kind, event.window, block_tokens, eagle))
+
+    def _see_group(self, pod: Pod, group: int | None) -> None:
+        if group is not None and group not in pod.seen:
+            pod.seen.add(group)
+            self.version += 1
 
     def _number_of(self, plane: Plane) -> int | None:
         """The number of a plane, created on first use; None if there are too many planes."""

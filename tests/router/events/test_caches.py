@@ -7,11 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import Raw
 
 from pdconn.router.events.caches import TRIES, Feed, PrefixCaches, RankHit, pod_name
 from pdconn.router.events.subscriber import EventSource, Status
 from pdconn.router.events.tracker import State
+from pdconn.router.prefix.block_index import Index
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
 from pdconn.router.prefix.kv_events import Batch, Cleared, Event, Removed, Stored
 
@@ -226,6 +229,67 @@ def test_a_cleared_cache_is_an_empty_one_of_the_same_engine():
     apply_events(caches, stored(), Cleared())
     assert caches.index.num_hashes == 0
     assert caches.feeds["a"].scheme == CBOR
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(
+            Stored,
+            hashes=st.lists(st.integers(1, 9), max_size=4),
+            group=st.sampled_from([None, 0, 1]),
+            medium=st.sampled_from(["gpu", "storage"]),
+            block_tokens=st.sampled_from([16, 32]),
+            kind=st.sampled_from([None, "full_attention", "mamba"]),
+        ),
+        st.builds(
+            Removed,
+            hashes=st.lists(st.integers(1, 9), max_size=4),
+            group=st.sampled_from([None, 0, 1]),
+            medium=st.sampled_from(["gpu", "storage"]),
+        ),
+        st.just(Cleared()),
+    ),
+    max_size=10,
+)
+
+
+def known(index: Index) -> object:
+    pod = index.pods["a"]
+    held = index.held_by("a", range(10)), pod.num_blocks, pod.num_stored, index.num_copies("a")
+    return held, pod.groups, pod.seen, pod.row_tokens, sorted(index.planes(), key=str)
+
+
+def says_the_same(caches: PrefixCaches, events: list[Event]) -> bool:
+    """Whether a batch leaves what its events leave, one by one."""
+    by_one = Index()
+    by_one.add_pod("a")
+    for event in events:
+        by_one.apply_event("a", event)
+    apply_events(caches, *events)
+    return known(caches.index) == known(by_one)
+
+
+@given(EVENTS)
+def test_a_batch_that_clears_leaves_what_its_events_leave(events: list[Event]) -> None:
+    assert says_the_same(PrefixCaches(), events)
+
+
+def test_a_batch_that_forgets_what_is_cleared_wholly_is_noticed(monkeypatch) -> None:
+    """The control: groups are learned from what is cleared, too."""
+    events = [Stored([1], 0, "gpu", 16, "mamba"), Cleared()]
+    assert says_the_same(PrefixCaches(), events)
+    caches = PrefixCaches()
+    monkeypatch.setattr(caches.index, "learn_from", lambda *_: None)
+    assert not says_the_same(caches, events)
+
+
+def test_a_batch_clears_once_however_often_it_says_so(monkeypatch) -> None:
+    """A million times would stop the router for minutes: each takes time for every block."""
+    caches, cleared = PrefixCaches(), []
+    apply_events(caches, stored())
+    monkeypatch.setattr(caches.index, "clear_pod", cleared.append)
+    apply_events(caches, *[stored(), Cleared()] * 50, stored())
+    assert cleared == ["a"]
 
 
 def test_a_state_makes_a_pod_known_before_it_holds_anything():

@@ -9,6 +9,9 @@
 
 namespace pdconn {
 
+// Elsewhere Python decodes.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "for processors that are little-endian");
+
 class Msgpack {
 public:
     Msgpack(const char *data, std::size_t size)
