@@ -112,18 +112,21 @@ def ways(args: argparse.Namespace, fleet: RawFleet, place: Path) -> Iterator[Way
             file = f"{name}-{policy}-{tokens}"
             router = our_router(file, fleet, place, policy=policy, looks_up=looks_up, tree=tree)
             yield Way(f"{name}, {words}", router, tokens)
-    for policy, looks_up, tokens in (
-        ("round-robin", False, 1000),
-        ("prefix", True, 1000),
-        ("prefix", True, LONG_TOKENS),
-    ):
-        words = "prefix, look-up" if looks_up else policy
-        if not args.only or f"gateway {words} {tokens}" in args.only:
-            file = f"gateway-{policy}-{tokens}"
+    for name, tree in trees:
+        for policy, looks_up, tokens in (
+            ("round-robin", False, 1000),
+            ("prefix", True, 1000),
+            ("prefix", True, LONG_TOKENS),
+        ):
+            words = "prefix, look-up" if looks_up else policy
+            if args.only and f"gateway {words} {tokens}" not in args.only:
+                continue
+            file = f"gateway-{name}-{policy}-{tokens}"
             router = our_router(
-                file, fleet, place, policy=policy, looks_up=looks_up, tree=None, mode=BUFFERED
+                file, fleet, place, policy=policy, looks_up=looks_up, tree=tree, mode=BUFFERED
             )
-            yield Way(f"Envoy + picker, {words}", router, tokens)
+            whose = "" if tree is None else f"{name}, "
+            yield Way(f"{whose}Envoy + picker, {words}", router, tokens)
     if RIVAL_VARIABLE in os.environ:
         program = Path(os.environ[RIVAL_VARIABLE])
         for tokens in (1000, LONG_TOKENS):
