@@ -6,7 +6,7 @@ of group None.  How they are kept, :mod:`pdconn.router.prefix.held_blocks` says.
 
 Bounded: a pod has at most ``max_blocks`` blocks, and all pods together have at most ``MAX_PLANES``
 planes; further blocks are counted and ignored, which can only make a hit look shorter.  An empty
-plane is dropped.  Cost: about 160 bytes per hash in Python and 30 if compiled, however many pods
+plane is dropped.  Cost: about 160 bytes per hash in Python and 40 if compiled, however many pods
 hold it, of which 8 per plane and 64 pods (``tests/throughput/routing.py`` measures it).
 ``tests/throughput/index`` compares it with Dynamo's.
 

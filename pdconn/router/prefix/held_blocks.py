@@ -11,8 +11,8 @@ A block hash identifies a whole prefix and is the same in every group and engine
 64 pods share a word, so a look-up of a request's chain costs at most one dictionary access per
 block and one gather per plane, whatever the number of pods.
 
-This is the Python; :mod:`pdconn.router.prefix.compiled` has the same in C++, in which it costs an
-eighth.  Which one an index has, :func:`held_blocks` says.
+This is the Python; :mod:`pdconn.router.prefix.compiled` has the same in C++, in which it costs a
+fifth.  Which one an index has, :func:`held_blocks` says.
 """
 
 from __future__ import annotations
