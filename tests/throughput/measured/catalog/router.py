@@ -44,8 +44,8 @@ ROLES = Benchmark(
     "latency of four streams. Goodput: the share of requests that are answered as by one engine "
     "alone, within both targets. Fixed ratios (prefill:decode) run each phase by itself, from an "
     "idle start and for shorter, which flatters them.",
-    (Command("roles", "python -m tests.throughput.roles --minutes 10 --fixed-minutes 1"),),
-    38,
+    (Command("roles", "python -m tests.throughput.roles --minutes 5 --fixed-minutes 2"),),
+    26,
     (
         Table(
             ("roles",),
