@@ -6,9 +6,9 @@ Each engine has an equal part of the processor's time (:mod:`tests.throughput.ro
 three engines on two cores are three equal machines, and what one does not use no other gets.  The
 load is open: prompts, then answers, then prompts again.  Its rates are such that the first kind
 needs two engines that prefill, and the second two that decode, by what one engine takes, measured
-at the start.  Goodput is the share of the requests of a phase that are answered as by one engine
-alone, within both targets.  Fixed ratios are measured for shorter, each phase by itself from an
-idle start, which flatters them.
+at the start; lower ones, until the best fixed ratio serves ``SERVED`` of either.  Goodput is the
+share of the requests of a phase that are answered as by one engine alone, within both targets.
+Fixed ratios are measured for shorter, each phase by itself from an idle start, which flatters them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,22 @@ from pdconn.tools.lab.ports import free_ports
 from pdconn.tools.lab.proxy import admin_url, running_proxy
 from pdconn.tools.lab.spec import EngineSpec
 from pdconn.tools.output.table import table
-from tests.throughput.roles.load import Kind, Phase, Sender, Targets, outcome_of, streams
+from tests.throughput.roles.load import (
+    Kind,
+    Phase,
+    Sender,
+    Targets,
+    outcome_of,
+    served_rate,
+    streams,
+)
 from tests.throughput.roles.quota import shares_of
 
 ENGINES = 3
-CORES = 0.6
-"""Of each engine: 1.8 of two cores, and the rest for the router and the clients."""
+CORES = 0.5
+"""Of each engine: 1.5 of two cores, and the rest for the router and the clients."""
+PROBE_S = 30.0
+"""Of a load, to see whether the best fixed ratio serves it."""
 PROMPT, SHORT_ANSWER = 1500, 8
 SHORT_PROMPT, ANSWER = 64, 150
 BUSY = 1.25
@@ -86,14 +96,30 @@ class Fleet:
 
     def fixed(self, num_prefill: int, seconds: float) -> Row:
         """Each phase by itself, over a fixed ratio."""
+        phases = self._sent((self.prompts, self.answers), num_prefill, seconds)
+        return self._row(f"{num_prefill}:{len(self.urls) - num_prefill}", seconds, phases, 0)
+
+    def served(self, kind: Kind, num_prefill: int) -> Kind:
+        """A kind at a rate that this fixed ratio serves."""
+
+        def goodput(per_s: float) -> float:
+            (phase,) = self._sent((replace(kind, per_s=per_s),), num_prefill, PROBE_S)
+            share = phase.goodput(self.targets)
+            say = f"{kind.name}: {per_s:.1f} requests/s, goodput {100 * share:.1f} %"
+            print(say, file=sys.stderr, flush=True)
+            return share
+
+        return replace(kind, per_s=served_rate(kind.per_s, goodput))
+
+    def _sent(self, kinds: Sequence[Kind], num_prefill: int, seconds: float) -> list[Phase]:
         phases: list[Phase] = []
         prefill, decode = self.urls[:num_prefill], self.urls[num_prefill:]
         with running_proxy(prefill, decode, self.directory) as proxy:
-            for kind in (self.prompts, self.answers):
+            for kind in kinds:
                 sender = Sender(Client(proxy))
                 sender.send(kind.name, kind, seconds, seed=num_prefill)
                 phases += sender.ended()
-        return self._row(f"{len(prefill)}:{len(decode)}", seconds, phases, 0)
+        return phases
 
     def followed(self, seconds: float) -> tuple[Row, list[dict[str, Any]]]:
         """All phases in a row, over roles that follow; and the changes."""
@@ -229,6 +255,9 @@ def main() -> int:
             shares_of([engine.pid for engine in engines], CORES),
         ):
             fleet = made_for(engines, directory)
+            prompts = fleet.served(fleet.prompts, ENGINES - 1)
+            answers = fleet.served(fleet.answers, 1)
+            fleet = replace(fleet, prompts=prompts, answers=answers)
             row, changes = fleet.followed(60 * options.minutes)
             rows.append(row)
             for num_prefill in range(1, ENGINES):

@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +15,10 @@ from pdconn.tools.lab.compare_answers import Answer, compare
 from pdconn.tools.lab.lab_client import Client
 
 _AT_ONCE = 1000
+SERVED = 0.98
+"""Goodput of the best fixed ratio at the rate that is taken."""
+SLOWER = 0.85
+LEAST_RATE = 0.35
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,28 @@ class Phase:
 
 def _is_right(one: Outcome) -> bool:
     return one.error is None and one.differs is None
+
+
+class NoRate(Exception):
+    """No load was found that the best fixed ratio serves."""
+
+
+def served_rate(per_s: float, goodput_at: Callable[[float], float]) -> float:
+    """The first rate, from ``per_s`` down, of which ``SERVED`` keep both targets.
+
+    What one engine takes is measured in a moment, beside an idle router: at the rate that follows
+    from it the best ratio may keep no target, and then no ratio could show anything.
+
+    Raises:
+        NoRate: not even ``LEAST_RATE`` of it is served.
+    """
+    goodputs, rate = [], per_s
+    while rate >= LEAST_RATE * per_s:
+        goodputs.append(goodput_at(rate))
+        if goodputs[-1] >= SERVED:
+            return rate
+        rate *= SLOWER
+    raise NoRate(f"at {per_s:.1f} requests/s and less the goodput is {goodputs}")
 
 
 class Sender:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.throughput.roles.load import Outcome, Phase, Targets
+from tests.throughput.roles.load import LEAST_RATE, NoRate, Outcome, Phase, Targets, served_rate
 
 TARGETS = Targets(ttft_s=1.0, itl_s=0.1)
 GOOD = Outcome(0.9, 0.09)
@@ -29,3 +29,25 @@ def test_lost_and_wrong_requests_are_counted_apart() -> None:
     phase = Phase("answers", [GOOD, Outcome(error="refused"), Outcome(0.9, 0.09, differs="3")])
     assert (phase.num_lost, phase.num_wrong, phase.first_error) == (1, 1, "refused")
     assert Phase("answers", [GOOD]).first_error is None
+
+
+@pytest.mark.parametrize("most", [12.0, 10.0, 6.0, 3.8])
+def test_the_rate_is_one_that_the_best_ratio_serves(most: float) -> None:
+    """Of a fleet that serves ``most`` requests a second, and none of more."""
+    asked: list[float] = []
+
+    def goodput(per_s: float) -> float:
+        asked.append(per_s)
+        return 1.0 if per_s <= most else 0.1
+
+    found = served_rate(10.0, goodput)
+    assert 0.85 * min(most, 10.0) <= found <= most
+    assert asked[-1] == found
+
+
+def test_a_fleet_that_serves_nothing_is_no_benchmark() -> None:
+    asked: list[float] = []
+    with pytest.raises(NoRate, match="the goodput is"):
+        served_rate(10.0, lambda per_s: asked.append(per_s) or 0.5)
+    assert min(asked) >= 10.0 * LEAST_RATE
+    assert len(asked) > 3
