@@ -32,12 +32,8 @@ Handler = Callable[[Call], Awaitable[None]]
 MOST_CALLS = 256
 """Calls of a connection at once; a gateway opens another connection for more.  h2 looks at all of
 them when one begins."""
-_MOST_AT_FIRST = 1 << 14
-"""Calls of a connection whose gateway has not heard of that limit yet."""
 _STREAM_NBYTES = 1 << 20
 """Bytes of a call that may be under way."""
-_FRAME_NBYTES = 1 << 20
-"""Bytes of a frame: a long body costs less in fewer frames, in Envoy as well."""
 _CONNECTION_NBYTES = 1 << 30
 """Bytes of all calls that may be under way: each call has a bound of its own."""
 _TURN_NBYTES = 256 << 10
@@ -47,21 +43,14 @@ _LINGER_S = 2.0
 _LAST_STREAM = 2**31 - 1
 _SETTINGS = {
     SettingCodes.INITIAL_WINDOW_SIZE: _STREAM_NBYTES,
-    SettingCodes.MAX_CONCURRENT_STREAMS: _MOST_AT_FIRST,
-    SettingCodes.ENABLE_PUSH: 0,
-}
-_LATER: dict[SettingCodes | int, int] = {
     SettingCodes.MAX_CONCURRENT_STREAMS: MOST_CALLS,
-    SettingCodes.MAX_FRAME_SIZE: _FRAME_NBYTES,
+    SettingCodes.ENABLE_PUSH: 0,
 }
 _CONFIG = h2.config.H2Configuration(
     client_side=False,
     header_encoding=None,
     validate_outbound_headers=False,
     normalize_outbound_headers=False,
-    # A head is read for its path and type, and nothing of it is passed on.
-    validate_inbound_headers=False,
-    normalize_inbound_headers=False,
 )
 _HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 _NO_GRPC = [(b":status", b"415")]
@@ -139,8 +128,6 @@ class GatewayConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._http.local_settings = h2.settings.Settings(client=False, initial_values=_SETTINGS)
         self._http.initiate_connection()
-        # In force once acknowledged: a burst of calls may come before a gateway has read of them.
-        self._http.update_settings(_LATER)
         self._http.increment_flow_control_window(_CONNECTION_NBYTES)
         self._flush()
         self._probing = asyncio.get_running_loop().call_later(self._rules.keepalive_s, self._probe)
