@@ -313,7 +313,8 @@ held.add_word()
 held.add_plane()
 lists = [array("Q", range(first, first + 500_000)) for first in range(0, 20_000_000, 500_000)]
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), hard))
 stored = 0
 try:
     for hashes in lists:
