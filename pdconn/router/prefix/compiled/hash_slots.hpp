@@ -42,8 +42,6 @@ public:
         }
     }
 
-    Hash hash_of(Slot slot) const { return hashes_[slot]; }
-
     // Whether another `number` hashes find room without an allocation.
     bool has_room(std::size_t number) const {
         return free_.size() + (capacity_ - hashes_.size()) >= number &&

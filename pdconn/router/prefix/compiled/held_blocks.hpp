@@ -44,7 +44,6 @@ class HeldBlocks {
 public:
     std::size_t num_hashes() const { return slots_.size(); }
     std::size_t num_words() const { return num_words_; }
-    std::size_t num_planes() const { return planes_.size(); }
     bool has_plane(std::size_t plane) const { return plane < planes_.size() && planes_[plane]; }
 
     // Room for another 64 pods.
@@ -138,8 +137,8 @@ public:
     }
 
     // The slots of hashes; where `leading`, of those before the first without one.  The number.
-    template <typename Out>
-    std::size_t find(const Hash *hashes, std::size_t number, bool leading, Out *slots) const {
+    std::size_t find(const Hash *hashes, std::size_t number, bool leading,
+                     std::intptr_t *slots) const {
         for (std::size_t at = 0; at < number; at++) {
             if (at + 2 * AHEAD < number) slots_.prefetch_entry(hashes[at + 2 * AHEAD]);
             if (at + AHEAD < number) slots_.prefetch_slot(hashes[at + AHEAD]);

@@ -29,7 +29,6 @@ public:
     Ref(const Ref &) = delete;
     Ref &operator=(const Ref &) = delete;
     ~Ref() { Py_XDECREF(object_); }
-    explicit operator bool() const { return object_ != nullptr; }
     PyObject *get() const { return object_; }
     PyObject *release() {
         PyObject *object = object_;
