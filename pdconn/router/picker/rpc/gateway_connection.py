@@ -32,8 +32,12 @@ Handler = Callable[[Call], Awaitable[None]]
 MOST_CALLS = 256
 """Calls of a connection at once; a gateway opens another connection for more.  h2 looks at all of
 them when one begins."""
+_MOST_AT_FIRST = 4096
+"""Calls of a connection whose gateway has not heard of that limit yet."""
 _STREAM_NBYTES = 1 << 20
 """Bytes of a call that may be under way."""
+_FRAME_NBYTES = 1 << 20
+"""Bytes of a frame: a long body costs less in fewer frames, in Envoy as well."""
 _CONNECTION_NBYTES = 1 << 30
 """Bytes of all calls that may be under way: each call has a bound of its own."""
 _TURN_NBYTES = 256 << 10
@@ -43,14 +47,21 @@ _LINGER_S = 2.0
 _LAST_STREAM = 2**31 - 1
 _SETTINGS = {
     SettingCodes.INITIAL_WINDOW_SIZE: _STREAM_NBYTES,
-    SettingCodes.MAX_CONCURRENT_STREAMS: MOST_CALLS,
+    SettingCodes.MAX_CONCURRENT_STREAMS: _MOST_AT_FIRST,
     SettingCodes.ENABLE_PUSH: 0,
+}
+_LATER: dict[SettingCodes | int, int] = {
+    SettingCodes.MAX_CONCURRENT_STREAMS: MOST_CALLS,
+    SettingCodes.MAX_FRAME_SIZE: _FRAME_NBYTES,
 }
 _CONFIG = h2.config.H2Configuration(
     client_side=False,
     header_encoding=None,
     validate_outbound_headers=False,
     normalize_outbound_headers=False,
+    # A head is read for its path and type, and nothing of it is passed on.
+    validate_inbound_headers=False,
+    normalize_inbound_headers=False,
 )
 _HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 _NO_GRPC = [(b":status", b"415")]
@@ -128,6 +139,8 @@ class GatewayConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._http.local_settings = h2.settings.Settings(client=False, initial_values=_SETTINGS)
         self._http.initiate_connection()
+        # In force once acknowledged: a burst of calls may come before a gateway has read of them.
+        self._http.update_settings(_LATER)
         self._http.increment_flow_control_window(_CONNECTION_NBYTES)
         self._flush()
         self._probing = asyncio.get_running_loop().call_later(self._rules.keepalive_s, self._probe)
@@ -202,7 +215,8 @@ class GatewayConnection(asyncio.Protocol):
     def _frame(self, call: Call) -> int:
         """Frame what there is room for, up to one turn; returns the room that is left."""
         http, unsent = self._http, call.unsent
-        room = http.local_flow_control_window(call.stream)
+        # A gateway that lowers its window may leave less than none.
+        room = max(0, http.local_flow_control_window(call.stream))
         while unsent and room and self._framed_nbytes < _TURN_NBYTES:
             nbytes = min(room, len(unsent), http.max_outbound_frame_size)
             http.send_data(call.stream, bytes(memoryview(unsent)[:nbytes]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from h2.settings import SettingCodes
 
 from pdconn.router.picker.rpc import gateway_connection
 from pdconn.router.picker.rpc.call import NOT_FOUND, CallFailed
@@ -78,9 +79,8 @@ async def test_messages_written_together_arrive_one_by_one(serve: Any) -> None:
 async def test_more_calls_at_once_than_a_connection_takes(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = dict(gateway_connection._SETTINGS)
-    settings[gateway_connection.SettingCodes.MAX_CONCURRENT_STREAMS] = 8
-    monkeypatch.setattr(gateway_connection, "_SETTINGS", settings)
+    few = gateway_connection._LATER | {SettingCodes.MAX_CONCURRENT_STREAMS: 8}
+    monkeypatch.setattr(gateway_connection, "_LATER", few)
     at_once = most = 0
 
     async def count(side: Side) -> None:
