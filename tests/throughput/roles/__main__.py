@@ -6,7 +6,7 @@ Each engine has an equal part of the processor's time (:mod:`tests.throughput.ro
 three engines on two cores are three equal machines, and what one does not use no other gets.  The
 load is open: prompts, then answers, then prompts again.  Its rates are such that the first kind
 needs two engines that prefill, and the second two that decode, by what one engine takes, measured
-at the start; lower ones, until the best fixed ratio serves ``SERVED`` of either.  Goodput is the
+at the start; or less, so that the best fixed ratio serves either with room.  Goodput is the
 share of the requests of a phase that are answered as by one engine alone, within both targets.
 Fixed ratios are measured for shorter, each phase by itself from an idle start, which flatters them.
 """

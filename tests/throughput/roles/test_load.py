@@ -41,8 +41,8 @@ def test_the_rate_is_one_that_the_best_ratio_serves(most: float) -> None:
         return 1.0 if per_s <= most else 0.1
 
     found = served_rate(10.0, goodput)
-    assert 0.85 * min(most, 10.0) <= found <= most
-    assert asked[-1] == found
+    assert 0.85**2 * min(most, 10.0) <= found <= 0.85 * most, "with room for a slower machine"
+    assert asked[-1] == pytest.approx(found / 0.85)
 
 
 def test_a_fleet_that_serves_nothing_is_no_benchmark() -> None:
