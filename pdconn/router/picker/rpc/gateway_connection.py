@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 from urllib.parse import quote
 
 import h2.config
@@ -23,7 +23,7 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame
 
-from pdconn.router.picker.rpc.call import OK, UNIMPLEMENTED, UNKNOWN, Call, CallFailed
+from pdconn.router.picker.rpc.call import UNIMPLEMENTED, UNKNOWN, Call, CallFailed
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +63,10 @@ _CONFIG = h2.config.H2Configuration(
     validate_inbound_headers=False,
     normalize_inbound_headers=False,
 )
-_HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc")]
-_NO_GRPC = [(b":status", b"415")]
-_OK_TRAILERS = [(b"grpc-status", b"0")]
+_Fields: TypeAlias = list[tuple[bytes, bytes]]
+_HEAD: _Fields = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+_NO_GRPC: _Fields = [(b":status", b"415")]
+_OK_TRAILERS: _Fields = [(b"grpc-status", b"0")]
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 
@@ -82,6 +83,10 @@ class CallRules:
     handlers: Mapping[str, Handler]
     most_nbytes: int
     keepalive_s: float
+
+
+class _NoGrpc(Exception):
+    """A request of HTTP that is no call of gRPC."""
 
 
 class GatewayConnection(asyncio.Protocol):
@@ -236,19 +241,21 @@ class GatewayConnection(asyncio.Protocol):
             room.set_result(None)
 
     async def _run(self, call: Call, handler: Handler) -> None:
-        status, message = OK, ""
+        head, trailers = _HEAD, _OK_TRAILERS
         try:
             await handler(call)
+        except _NoGrpc:
+            head, trailers = _NO_GRPC, []
         except CallFailed as error:
-            status, message = error.status, str(error)
+            trailers = _trailers(error.status, str(error))
         except asyncio.CancelledError:
             if call.is_closed:
                 return
             raise
         except Exception:
             log.exception("pdconn: a gateway's call failed")
-            status, message = UNKNOWN, "internal error"
-        self._end(call, status, message)
+            trailers = _trailers(UNKNOWN, "internal error")
+        self._end(call, head, trailers)
 
     def _forget(self, call: Call, task: asyncio.Task[None]) -> None:
         """A call's task is over; one that was cancelled at once has not even begun."""
@@ -256,14 +263,13 @@ class GatewayConnection(asyncio.Protocol):
         call.take_rest()
         self._call_ended()
 
-    def _end(self, call: Call, status: int, message: str) -> None:
-        """End a call with its status."""
+    def _end(self, call: Call, head: _Fields, trailers: _Fields) -> None:
+        """End a call with its trailers, and with its head if that was not sent."""
         if call.is_closed:
             return
         call.is_closed = True
-        trailers = _OK_TRAILERS if status == OK else _trailers(status, message)
         http = self._http
-        last = trailers if call.has_head else _HEAD + trailers
+        last = trailers if call.has_head else head + trailers
         http.send_headers(call.stream, last, end_stream=True)
         if not call.has_ended:
             http.reset_stream(call.stream, ErrorCodes.NO_ERROR)
@@ -273,21 +279,18 @@ class GatewayConnection(asyncio.Protocol):
 
     def _began(self, event: h2.events.RequestReceived) -> None:
         assert event.stream_id is not None
-        headers = dict(event.headers)
-        kind = headers.get(b"content-type", b"")
         call = Call(self, event.stream_id, self._rules.most_nbytes)
-        if not kind.startswith(b"application/grpc"):
-            self._http.send_headers(event.stream_id, _NO_GRPC, end_stream=True)
-            self._http.reset_stream(event.stream_id, ErrorCodes.NO_ERROR)
-            return
-        path = headers.get(b":path", b"").decode(errors="replace")
-        handler = self._rules.handlers.get(path)
-        if handler is None:
-            self._end(call, UNIMPLEMENTED, f"no such method: {path}")
-            return
+        handler = self._handler_of(dict(event.headers))
         task = asyncio.get_running_loop().create_task(self._run(call, handler))
         self._calls[event.stream_id] = call, task
         task.add_done_callback(partial(self._forget, call))
+
+    def _handler_of(self, headers: Mapping[bytes, bytes]) -> Handler:
+        """What answers a call; refusals too, since the gateway may have ended the call by now."""
+        if not headers.get(b"content-type", b"").startswith(b"application/grpc"):
+            return _refuse_other_http
+        path = headers.get(b":path", b"").decode(errors="replace")
+        return self._rules.handlers.get(path) or partial(_refuse_method, path)
 
     def _received(self, event: h2.events.DataReceived) -> None:
         assert event.stream_id is not None
@@ -353,6 +356,14 @@ _EVENTS: Mapping[type[h2.events.Event], Callable[..., None]] = {
 }
 
 
-def _trailers(status: int, message: str) -> list[tuple[bytes, bytes]]:
-    said = quote(message, safe=_PRINTABLE)
+async def _refuse_other_http(call: Call) -> None:
+    raise _NoGrpc
+
+
+async def _refuse_method(path: str, call: Call) -> None:
+    raise CallFailed(UNIMPLEMENTED, f"no such method: {path}")
+
+
+def _trailers(status: int, message: str) -> _Fields:
+    said = quote(message.strip(), safe=_PRINTABLE)  # no field may end with a space
     return [(b"grpc-status", b"%d" % status), (b"grpc-message", said.encode())]

@@ -181,6 +181,7 @@ async def test_a_message_waits_for_room_at_the_client() -> None:
         await asyncio.wait_for(written.wait(), 20)
 
 
+@pytest.mark.timeout(20)
 @in_loop
 async def test_a_client_may_lower_its_window_below_what_was_sent() -> None:
     """RFC 9113, section 6.9.2: the room is below zero until the client gives more."""
@@ -291,6 +292,40 @@ async def test_a_flood_of_calls_that_are_reset_leaves_nothing() -> None:
         [connection] = server._connections
         await until(lambda: connection.num_calls == 0)
         assert len(connection._http.streams) <= MOST_CALLS
+
+
+ODD_HEADS: list[list[tuple[str, str]]] = [
+    [("x", "y")],
+    [(":method", "GET"), (":scheme", "http"), (":authority", "x"), (":path", "/healthz")],
+    [("content-type", "application/grpc")],
+    [(":path", "/a"), (":path", "/b"), ("content-type", "application/grpc"), ("UPPER", "x")],
+    [(":path", f"/{SERVICE}/Other"), ("content-type", "application/grpc")],
+    [(":path", f"/{SERVICE}/Echo"), ("content-type", "application/grpc")],
+]
+
+
+@pytest.mark.parametrize("ends_by", ["its head", "a reset"])
+@in_loop
+async def test_odd_requests_that_end_at_once_leave_other_calls_alone(
+    ends_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving({"Echo": echo}) as port, raw_client(port) as client:
+        client.http.config.validate_outbound_headers = False
+        client.http.config.normalize_outbound_headers = False
+        going_on = client.begin("Echo")
+        for heads in ODD_HEADS:
+            stream = client.http.get_next_available_stream_id()
+            client.http.send_headers(stream, heads, end_stream=ends_by == "its head")
+            if ends_by == "a reset":
+                client.http.reset_stream(stream)
+            await client.round_trip()
+        client.http.send_data(going_on, framed(b"1"), end_stream=True)
+        for _ in range(2):
+            await client.round_trip()
+        assert client.nbytes == len(framed(b"1"))
+        ended = [one.stream_id for one in client.events if isinstance(one, h2.events.StreamEnded)]
+        assert len(ended) == 1 + (len(ODD_HEADS) if ends_by == "its head" else 0)
+    assert all(one.exc_info is None for one in caplog.records)
 
 
 @in_loop
