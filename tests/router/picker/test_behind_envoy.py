@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from yarl import URL
@@ -317,6 +318,22 @@ async def test_bodies_of_64_mib_pass(mode: str) -> None:
         reply = await d.send(PATH, io.BytesIO(raw))
         assert (reply.status, reply.body) == (200, ANSWER)
         assert len(d.decode[0].seen[0].raw) > len(raw)  # with its ticket
+
+
+@in_loop
+async def test_a_burst_of_requests_on_a_new_connection_is_served() -> None:
+    """Envoy begins all of their calls before it has read how many a connection takes."""
+    path, body = BODIES["completion"]
+    async with (
+        deployment(running=behind_envoy(Filter()), max_requests=1000) as d,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
+    ):
+
+        async def ask() -> int:
+            async with client.post(d.url(path), json=body) as response:
+                return response.status
+
+        assert await asyncio.gather(*(ask() for _ in range(600))) == 600 * [200]
 
 
 @pytest.mark.parametrize("mode", MODES)
