@@ -23,7 +23,7 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame
 
-from pdconn.router.picker.rpc.call import UNIMPLEMENTED, UNKNOWN, Call, CallFailed
+from pdconn.router.picker.rpc.call import OK, UNIMPLEMENTED, UNKNOWN, Call, CallFailed
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ _CONFIG = h2.config.H2Configuration(
 _Fields: TypeAlias = list[tuple[bytes, bytes]]
 _HEAD: _Fields = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 _NO_GRPC: _Fields = [(b":status", b"415")]
-_OK_TRAILERS: _Fields = [(b"grpc-status", b"0")]
+_OK_TRAILERS: _Fields = [(b"grpc-status", b"%d" % OK)]
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 
