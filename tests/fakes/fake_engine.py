@@ -56,8 +56,14 @@ MISTAKEN, GONE = "pdconn:tickets_mistaken_total", "pdconn:tickets_gone_total"
 USED, UNKNOWN = "pdconn:pulls_refused_consumed_total", "pdconn:pulls_refused_unknown_total"
 ABORTED, UNREACHABLE = "pdconn:pulls_refused_aborted_total", "pdconn:pulls_unreachable_total"
 
-#: Split across a UTF-8 letter and without regard to SSE's lines.
-CHUNKS = (b'data: {"text": "\xc3', b'\xa9"}\n\nda', b"ta: x\n\n", b"data: [DONE]\n\n")
+#: After the first event split across a UTF-8 letter and without regard to SSE's lines.
+CHUNKS = (
+    b'data: {"text": "a"}\n\n',
+    b'data: {"text": "\xc3',
+    b'\xa9"}\n\nda',
+    b"ta: x\n\n",
+    b"data: [DONE]\n\n",
+)
 
 ANSWER = b'{"choices": [ {"text" : "whole"} ]}'
 

@@ -68,6 +68,10 @@ class EngineTimedOut(ConnectionLost):
     """The engine did not answer in time; it may be up but busy."""
 
 
+class AnswerAborted(ConnectionLost):
+    """The engine ended the request before it had generated anything: it stops, or is paused."""
+
+
 @dataclass(slots=True)
 class Delivery:
     """Whether sending the request has started, for callers that may stop waiting."""
@@ -105,6 +109,10 @@ class EngineAnswer:
         if self._first_chunk is None:
             self._first_chunk = await self._read()
 
+    async def await_more(self) -> None:
+        """Wait for more of the body than ``first_chunk`` has, or for its end."""
+        self._first_chunk = self.first_chunk + await self._read()
+
     async def wait_begun(self) -> bool:
         """Whether there is an answer: its head has come."""
         return True
@@ -115,7 +123,7 @@ class EngineAnswer:
 
     @property
     def first_chunk(self) -> bytes:
-        """The beginning of the body that ``await_first`` has received."""
+        """The beginning of the body that has been received."""
         return self._first_chunk or b""
 
     async def next_chunk(self) -> bytes:

@@ -27,7 +27,13 @@ from pdconn.router.fleet.engine_client import (
 from pdconn.router.fleet.flights import Flight
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.abandoned import AbandonedRequests
-from pdconn.router.handover.tries import INTERNAL_ERROR, EngineTries, may_repeat, status_of
+from pdconn.router.handover.tries import (
+    INTERNAL_ERROR,
+    EngineTries,
+    await_output,
+    may_repeat,
+    status_of,
+)
 from pdconn.router.openai.bodies import decode_body
 from pdconn.router.openai.requests import Direct, to_rank
 from pdconn.router.router_errors import EngineFailure, NoEngineLeft
@@ -194,7 +200,7 @@ class AskedDecode:
             )
             answer.when_closed(closed)
             request.note(Learned(began, {"status": answer.status}))
-            await answer.await_first()
+            await await_output(answer)
         except BaseException as error:
             if answer is None:
                 closed(error)

@@ -15,6 +15,7 @@ from pdconn.router.fleet.engine_client import ConnectFailed, ConnectionLost, Eng
 from pdconn.router.fleet.engine_registry import EngineRegistry
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.tries import await_output
 from pdconn.router.openai.passed import Asks
 from pdconn.router.router_errors import EngineFailure
 from pdconn.router.routing.routed_request import said
@@ -120,6 +121,12 @@ class PassThrough:
             raise
         answer.when_closed(closed)
         span.note(status=answer.status)
+        if passing.asks is Asks.DECODE:
+            try:
+                await await_output(answer)
+            except BaseException as error:
+                answer.close(error)  # a no-op if the failed read has closed it
+                raise
         return answer
 
 

@@ -28,7 +28,7 @@ from pdconn.router.fleet.lenders import lender_of
 from pdconn.router.fleet.member import Role
 from pdconn.router.handover.early_leg import EarlyLeg
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
-from pdconn.router.handover.tries import EngineTries
+from pdconn.router.handover.tries import OK, EngineTries, await_output
 from pdconn.router.openai.bodies import find_ticket, find_usage, prefill_body, with_tokens
 from pdconn.router.openai.requests import Direct, Route, to_rank
 from pdconn.router.openai.session_orders import split_reports
@@ -296,8 +296,9 @@ class Prefill:
             path = request.body.route.path
             answer = await self.client.post_body(candidate.engine, path, body, headers)
             request.note(Learned(tried.began, {"status": answer.status}))
-            if answer.status == 200:
+            if answer.status == OK:
                 async with answer:
+                    await await_output(answer)
                     return _Prefilled(await answer.read_rest(), borrowed)
         except BaseException:
             if borrowed is not None:

@@ -20,8 +20,10 @@ import msgspec
 from msgspec import Raw
 
 from pdconn.router.fleet.engine_client import (
+    AnswerAborted,
     ConnectFailed,
     ConnectionLost,
+    EngineAnswer,
     EngineTimedOut,
     IdleConnectionLost,
     OutOfResources,
@@ -31,6 +33,7 @@ from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
+from pdconn.router.openai.first_output import FirstOutput, first_output
 from pdconn.router.openai.requests import kind_of
 from pdconn.router.router_errors import EngineFailure, HandoverRequired, NoEngineLeft
 from pdconn.router.router_metrics import RouterMetrics
@@ -40,6 +43,7 @@ from pdconn.router.routing.routed_request import RoutedRequest
 
 ELSEWHERE = frozenset({429, 500, 502, 503, 504})
 """Statuses after which another engine may succeed."""
+OK = 200
 INTERNAL_ERROR = 500
 """With a ticket, also a failed pull, where ``kv_load_failure_policy`` is ``fail``."""
 MOST_BROKEN = 2
@@ -64,6 +68,29 @@ def status_of(status: int, headers: Mapping[str, str], first_chunk: bytes) -> in
     if reader.is_stream:
         reader.read_chunk(first_chunk)
     return reader.error or status
+
+
+async def await_output(answer: EngineAnswer) -> None:
+    """Wait until an answer holds output, or an error, so that another engine need not be asked.
+
+    What has arrived of it is held back until then.  Of an answer without stream that is all of it,
+    if it is not long.
+
+    Raises:
+        AnswerAborted: the engine has ended the request.
+        ConnectionLost: the connection broke before.
+    """
+    await answer.await_first()
+    if answer.status != OK:
+        return
+    while True:
+        # Nothing has arrived since the last read: no other task has run.
+        found = first_output(answer.headers, answer.first_chunk, is_whole=answer.is_complete)
+        if found is FirstOutput.HERE:
+            return
+        if found is FirstOutput.ABORTED:
+            raise AnswerAborted("it ended the request without any output")
+        await answer.await_more()
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:
@@ -136,6 +163,8 @@ T = TypeVar("T")
 
 _HARMLESS = (EngineTimedOut, IdleConnectionLost)
 """Failures that do not show the engine's state."""
+_NOT_BROKEN = (*_HARMLESS, AnswerAborted)
+"""Failures that the request itself cannot have caused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +260,7 @@ class EngineTries:
         self, role: Role, engine: str, request: RoutedRequest, error: ConnectFailed | ConnectionLost
     ) -> EngineFailure:
         """Note a failure (``engine_failed``) of a request that goes on to another engine."""
-        is_broken = isinstance(error, ConnectionLost) and not isinstance(error, _HARMLESS)
+        is_broken = isinstance(error, ConnectionLost) and not isinstance(error, _NOT_BROKEN)
         request.note(Failed(engine, role, is_broken, isinstance(error, EngineTimedOut)))
         return self.engine_failed(role, engine, request.request_id, error)
 
@@ -270,7 +299,8 @@ class EngineTries:
         # 2. There is no connection: the engine is down until its /health answers.
         if isinstance(error, ConnectFailed):
             self.health.report_down(engine, str(error), request_id)
-        # 3. Its connection broke, or no answer came in time: /health shows whether that is load.
+        # 3. Its connection broke, no answer came in time, or it ended the request: /health shows
+        # whether that is load, though an engine that stops, or is paused, is still healthy.
         else:
             self.health.suspect(engine, str(error), request_id)
             if not isinstance(error, _HARMLESS):

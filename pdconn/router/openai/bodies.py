@@ -24,6 +24,7 @@ reader inspects the relayed bytes::
 
     data: {"choices": ...}         a token
     data: {"error": {...}}         a failure, of the client or of the engine: ``code``
+    ... "finish_reason": "abort"   the engine has ended the request (``openai.first_output``)
     data: [DONE]                   the answer is complete, even if the connection breaks now
 
 Each route has its own last event (``message_stop``, ``response.completed``).  A JSON body is
@@ -267,6 +268,9 @@ _LAST_EVENTS = frozenset(
 )
 _FAILED = ("error", "response.failed")
 _UNKNOWN_ERROR = 500
+_UNAVAILABLE = 503
+ABORT = "abort"
+"""The finish reason of a request that vLLM ends because it stops, pauses or sleeps."""
 
 
 class _Details(msgspec.Struct):
@@ -338,12 +342,20 @@ class _AnswerOrEvent(msgspec.Struct):
     message: _Inner | str | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice]
+
+
 class _Error(msgspec.Struct):
     code: int | str | None = None
 
 
 def _is_tokens(chunk: bytes) -> bool:
-    """Whether a chunk consists of whole events that neither end their stream, fail, nor hold usage.
+    """Whether a chunk is whole events that neither end their stream, fail, abort, nor hold usage.
 
     For streams without event names, as most are; ``[DONE]`` is the last event of one.  Within a
     JSON string the quotation marks would be escaped.  This runs for each token of each stream, so
@@ -353,6 +365,7 @@ def _is_tokens(chunk: bytes) -> bool:
         chunk.startswith(b"data: {")
         and chunk.endswith(b"}\n\n")
         and b'"error"' not in chunk
+        and b'"abort"' not in chunk
         and b'"usage"' not in chunk
         and b'"type"' not in chunk  # of a named event that was split after its name
     )
@@ -363,7 +376,8 @@ class AnswerReader:
 
     Attributes:
         status: the HTTP status.
-        error: the status of an error in the answer; None without one.
+        error: the status of an error in the answer, or 503 if the engine has ended the request;
+            None without one.
         has_no_route: the answer is a web framework's 404 or 405, not one of an OpenAI API.
         prompt_tokens: as counted in its usage; None without usage.
         is_whole: the client has the complete answer.
@@ -442,12 +456,22 @@ class AnswerReader:
             self.is_whole = True
         if found.type in _FAILED or not is_empty(found.error):
             self.error = _code(found.error)
+        elif b'"abort"' in data and _is_aborted(data):
+            self.error = _UNAVAILABLE
         elif self.status in (404, 405):
             self.has_no_route = not is_empty(found.detail)
         inner = found.message if isinstance(found.message, _Inner) else found.response
         usage = found.usage or (None if inner is None else inner.usage)
         if usage is not None and usage.prompt:  # a stream of /v1/messages begins with 0
             self.prompt_tokens = usage.prompt
+
+
+def _is_aborted(data: bytes) -> bool:
+    try:
+        choices = msgspec.json.decode(data, type=_Choices).choices
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return any(choice.finish_reason == ABORT for choice in choices)
 
 
 def _code(error: Raw) -> int:

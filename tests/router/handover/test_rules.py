@@ -118,7 +118,7 @@ async def test_the_only_decode_engine_is_asked_again_without_the_ticket(stream):
 @in_loop
 async def test_a_stream_that_has_begun_is_not_begun_again():
     """The control: an error after a token reaches the client as it is."""
-    later = b'data: {"choices": []}\n\n', b'data: {"error": {"code": 500}}\n\n'
+    later = b'data: {"choices": [{"text": "a"}]}\n\n', b'data: {"error": {"code": 500}}\n\n'
 
     async def fails_later(engine, seen, http):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

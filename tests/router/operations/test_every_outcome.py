@@ -286,7 +286,7 @@ async def test_one_that_leaves_before_the_end_has_left(num_read: int) -> None:
         d.decode[0].script = late_end(d.decode[0])
         body = {"model": "m", "prompt": "hi", "stream": True}
         if num_read == 1:
-            d.decode[0].script = stream_of({"choices": []}, pause_s=1.0)
+            d.decode[0].script = stream_of({"choices": [{"text": "a"}]}, pause_s=1.0)
         async with d.client.post(d.url("/v1/completions"), json=body) as reply:
             await reply.content.readuntil(b"\n\n")
             if num_read == 2:
