@@ -38,7 +38,7 @@ class FirstOutput(Enum):
     ABORTED = "aborted"
 
 
-class _Choice(msgspec.Struct):
+class _BegunChoice(msgspec.Struct):
     delta: dict[str, Any] | None = None
     finish_reason: str | None = None
 
@@ -55,7 +55,7 @@ class _Event(msgspec.Struct):
     """An event of a stream; ``response`` is of ``/v1/responses``."""
 
     type: str | None = None
-    choices: list[_Choice] | None = None
+    choices: list[_BegunChoice] | None = None
     usage: _Usage | None = None
     response: _Response | None = None
     error: Raw = Raw(b"null")
@@ -65,7 +65,7 @@ class _Body(msgspec.Struct):
     """A whole answer; those of ``/v1/messages`` have a type, and always a reason to stop."""
 
     type: str | None = None
-    choices: list[_Choice] | None = None
+    choices: list[_BegunChoice] | None = None
     usage: _Usage | None = None
     stop_reason: str | None = None
 
@@ -86,7 +86,7 @@ def first_output(headers: Mapping[str, str], beginning: bytes, *, is_whole: bool
         beginning: what has arrived of its body.
         is_whole: whether that is the whole body.
 
-    >>> first_output({"Content-Type": "text/event-stream"}, b"data: [DONE]\n\n", is_whole=False)
+    >>> first_output({"Content-Type": "text/event-stream"}, b"data: [DONE]\\n\\n", is_whole=False)
     <FirstOutput.ABORTED: 'aborted'>
     """
     kind = headers.get("Content-Type", "")
@@ -150,7 +150,7 @@ def _of_event(data: bytes) -> FirstOutput:
     return FirstOutput.NOT_YET if has_none else FirstOutput.HERE
 
 
-def _is_role_alone(choice: _Choice) -> bool:
+def _is_role_alone(choice: _BegunChoice) -> bool:
     """Whether it only begins a message: no token has been generated for it."""
     delta = choice.delta
     if delta is None or choice.finish_reason is not None or "role" not in delta:

@@ -114,7 +114,11 @@ def _read(
             return f"in the stream: {event.reported_error[:300]}"
         if event.choices and event.choices[0].token_ids:
             chunks.append(event)
-    return None if done else "the stream ended without [DONE]"
+        if event.choices and event.choices[0].finish_reason == "abort":
+            return "the engine has ended the request"
+    if not done:
+        return "the stream ended without [DONE]"
+    return None if chunks else "the stream has no token"
 
 
 class Traffic:
