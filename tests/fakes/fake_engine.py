@@ -70,11 +70,16 @@ ANSWER = b'{"choices": [ {"text" : "whole"} ]}'
 
 @dataclass
 class Seen:
-    """A request as it arrived."""
+    """A request as it arrived.
+
+    Attributes:
+        is_rejected: by an engine that drains, which tells the lender nothing.
+    """
 
     path: str
     headers: CIMultiDict[str]
     raw: bytes
+    is_rejected: bool = False
 
     @property
     def body(self) -> dict[str, Any]:
@@ -356,7 +361,7 @@ class FakeEngine:
             self.aborted.append(request_id)
             raise
         finally:
-            if admitted:
+            if admitted and not seen.is_rejected:
                 self.tell_lender(seen)
                 if self.boot is not None and "stream" in seen.ours and seen.stream is None:
                     # Prefill's, however it ended; what it has lent is known before.

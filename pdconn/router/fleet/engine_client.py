@@ -89,7 +89,7 @@ class EngineAnswer:
         self.engine = engine
         self._response = response
         self._headers: CIMultiDict[str] | None = None
-        self._first_chunk: bytes | None = None
+        self._held: list[bytes] = []
         self._when_closed: Callable[[BaseException | None], object] = _nothing
 
     @property
@@ -106,12 +106,14 @@ class EngineAnswer:
 
     async def await_first(self) -> None:
         """Wait until the body has begun, or has ended empty."""
-        if self._first_chunk is None:
-            self._first_chunk = await self._read()
+        if not self._held:
+            await self.await_more()
 
-    async def await_more(self) -> None:
-        """Wait for more of the body than ``first_chunk`` has, or for its end."""
-        self._first_chunk = self.first_chunk + await self._read()
+    async def await_more(self) -> bytes:
+        """The next bytes of the body, empty at its end; ``next_chunk`` has them, too."""
+        piece = await self._read()
+        self._held.append(piece)
+        return piece
 
     async def wait_begun(self) -> bool:
         """Whether there is an answer: its head has come."""
@@ -124,7 +126,7 @@ class EngineAnswer:
     @property
     def first_chunk(self) -> bytes:
         """The beginning of the body that has been received."""
-        return self._first_chunk or b""
+        return self._held[0] if len(self._held) == 1 else b"".join(self._held)
 
     async def next_chunk(self) -> bytes:
         """The bytes received since the last call; empty at the end.
@@ -132,9 +134,10 @@ class EngineAnswer:
         Raises:
             ConnectionLost: the connection broke before the end.
         """
-        if self._first_chunk is None:
+        if not self._held:
             return await self._read()
-        chunk, self._first_chunk = self._first_chunk, None
+        chunk = self.first_chunk
+        self._held.clear()
         return chunk
 
     async def pass_to(self, sink: Callable[[bytes], bool]) -> None:
@@ -143,7 +146,7 @@ class EngineAnswer:
         Only after ``next_chunk``, which also has what comes with the end, and the error of a
         connection that breaks.
         """
-        if self._first_chunk is None:
+        if not self._held:
             await self._response.content.pass_to(sink)
 
     @property

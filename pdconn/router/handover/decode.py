@@ -18,6 +18,7 @@ from functools import partial
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.engine_client import (
+    AnswerAborted,
     ConnectFailed,
     ConnectionLost,
     EngineAnswer,
@@ -98,29 +99,31 @@ class AskedDecode:
     async def decode_where_kept(
         self, request: RoutedRequest, candidates: Iterable[Candidate]
     ) -> EngineAnswer:
-        """The answer of the engine that keeps a response; one engine's 404 if none does.
+        """The answer of the engine that keeps a response; a 404 if all say that they do not.
 
         The router keeps no state about responses, so that several routers share nothing.
         """
         unknown: EngineAnswer | None = None
+        failed: NoEngineLeft | None = None
         try:
             for candidate in candidates:
                 try:
                     answer = await self.decode(request, (candidate,))
-                except NoEngineLeft:
+                except NoEngineLeft as error:
+                    failed = error  # it may be the one
                     continue
                 if answer.status != _NOT_FOUND:
                     return answer
                 if unknown is not None:
                     unknown.close()
                 unknown = answer
-            if unknown is not None:
+            if unknown is not None and failed is None:
                 answer, unknown = unknown, None
                 return answer
         finally:
             if unknown is not None:
                 unknown.close()
-        raise self.tries.no_decode_left()
+        raise failed or self.tries.no_decode_left()
 
     async def decode(self, request: RoutedRequest, candidates: Iterable[Candidate]) -> EngineAnswer:
         """The first answer that is no failure."""
@@ -138,6 +141,9 @@ class AskedDecode:
                     self.tries.failed_request(Role.DECODE, candidate.engine, request, error)
                 )
                 if had_ticket and isinstance(error, ConnectionLost):
+                    if isinstance(error, AnswerAborted):
+                        # vLLM tells the lender of no request that it rejects while it drains.
+                        self.abandoned.return_ticket(request)
                     self._spend_ticket(request)
                     if isinstance(error, IdleConnectionLost):
                         again.append(candidate)

@@ -74,11 +74,15 @@ class TicketReturner:
             self._ended(end, request)
 
     async def _try_each(self, request: RoutedRequest, body: bytes) -> TicketEnd:
-        """Return the ticket through any decode engine of the model: it names only its lender."""
+        """Return the ticket through any decode engine of the model: it names only its lender.
+
+        One that has failed the request is the last: while it drains it tells the lender nothing.
+        """
         path = request.body.route.path
         while True:
             refused = False
-            for engine in self._engines.live(Role.DECODE, request.serving):
+            live = self._engines.live(Role.DECODE, request.serving)
+            for engine in sorted(live, key=lambda one: request.has_failed_at(one, Role.DECODE)):
                 try:
                     answer = await self._client.post_body(engine, path, body, request.headers)
                     async with answer:

@@ -7,6 +7,8 @@ engine while no byte of an answer has been sent; every other answer goes to the 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +35,7 @@ from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Role
 from pdconn.router.labels import RequestEnd
 from pdconn.router.openai.bodies import AnswerReader
-from pdconn.router.openai.first_output import FirstOutput, first_output
+from pdconn.router.openai.first_output import FirstOutput, OutputSearch
 from pdconn.router.openai.requests import kind_of
 from pdconn.router.router_errors import EngineFailure, HandoverRequired, NoEngineLeft
 from pdconn.router.router_metrics import RouterMetrics
@@ -44,6 +46,13 @@ from pdconn.router.routing.routed_request import RoutedRequest
 ELSEWHERE = frozenset({429, 500, 502, 503, 504})
 """Statuses after which another engine may succeed."""
 OK = 200
+HELD_S = 1.0
+"""How long the beginning of an answer is held back for output.
+
+vLLM begins most answers with their first token, and aborts at once while it drains.  Longer waits
+are for clients that need the beginning: comments that keep a connection alive, the id of a response
+that is computed in the background, a message whose reasoning is hidden.
+"""
 INTERNAL_ERROR = 500
 """With a ticket, also a failed pull, where ``kv_load_failure_policy`` is ``fail``."""
 MOST_BROKEN = 2
@@ -73,24 +82,34 @@ def status_of(status: int, headers: Mapping[str, str], first_chunk: bytes) -> in
 async def await_output(answer: EngineAnswer) -> None:
     """Wait until an answer holds output, or an error, so that another engine need not be asked.
 
-    What has arrived of it is held back until then.  Of an answer without stream that is all of it,
-    if it is not long.
+    What has arrived of it is held back until then, for ``HELD_S`` at most.
 
     Raises:
         AnswerAborted: the engine has ended the request.
         ConnectionLost: the connection broke before.
     """
-    await answer.await_first()
     if answer.status != OK:
-        return
-    while True:
-        # Nothing has arrived since the last read: no other task has run.
-        found = first_output(answer.headers, answer.first_chunk, is_whole=answer.is_complete)
-        if found is FirstOutput.HERE:
-            return
-        if found is FirstOutput.ABORTED:
-            raise AnswerAborted("it ended the request without any output")
-        await answer.await_more()
+        return await answer.await_first()
+    search = OutputSearch(answer.headers)
+
+    async def search_on() -> FirstOutput:
+        piece = await answer.await_more()
+        # No other task has run since: all that has arrived has been read.
+        return search.read(piece, is_whole=answer.is_complete)
+
+    found = await search_on()
+    if found is FirstOutput.NOT_YET:
+        try:
+            async with asyncio.timeout(HELD_S):
+                while found is FirstOutput.NOT_YET:
+                    found = await search_on()
+        except TimeoutError:
+            # This process may have been late itself: what has arrived counts.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    found = await search_on()
+    if found is FirstOutput.ABORTED:
+        raise AnswerAborted("it ended the request without any output")
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:

@@ -40,11 +40,15 @@ class FirstOutput(Enum):
 
 class _BegunChoice(msgspec.Struct):
     delta: dict[str, Any] | None = None
+    text: str | None = None
     finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
+    """Counts of generated tokens; the first is of ``/v1/responses`` and ``/v1/messages``."""
+
     output_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class _Response(msgspec.Struct):
@@ -62,47 +66,69 @@ class _Event(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """A whole answer; those of ``/v1/messages`` have a type, and always a reason to stop."""
+    """A whole answer."""
 
-    type: str | None = None
     choices: list[_BegunChoice] | None = None
     usage: _Usage | None = None
-    stop_reason: str | None = None
 
 
-_NO_TOKENS = _Usage(0)
 _BEFORE_OUTPUT = frozenset(
     {"message_start", "ping", "response.created", "response.queued", "response.in_progress"}
 )
 
 
-def first_output(headers: Mapping[str, str], beginning: bytes, *, is_whole: bool) -> FirstOutput:
-    """What the first bytes of an answer with status 200 hold.
+class OutputSearch:
+    """Looks for the first output in an answer with status 200, as its bytes arrive.
 
     Whatever is not known counts as output, also an error: the client is to have it.
 
-    Args:
-        headers: of the answer.
-        beginning: what has arrived of its body.
-        is_whole: whether that is the whole body.
-
-    >>> first_output({"Content-Type": "text/event-stream"}, b"data: [DONE]\\n\\n", is_whole=False)
+    >>> search = OutputSearch({"Content-Type": "text/event-stream"})
+    >>> search.read(b'data: {"choices": [{"delta": {"role": "assistant"}}]}\\n')
+    <FirstOutput.NOT_YET: 'not yet'>
+    >>> search.read(b"data: [DONE]\\n")
     <FirstOutput.ABORTED: 'aborted'>
     """
-    kind = headers.get("Content-Type", "")
-    if kind.startswith("text/event-stream"):
-        found = _of_stream(beginning)
-        if found is FirstOutput.NOT_YET and is_whole:
-            return FirstOutput.ABORTED
-    elif not kind.startswith("application/json"):
-        return FirstOutput.HERE
-    elif is_whole:
-        return _of_body(beginning)
-    else:
-        length = headers.get("Content-Length", "")
+
+    __slots__ = ("_is_stream", "_nbytes", "_rest", "_skips")
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        kind, length = headers.get("Content-Type", ""), headers.get("Content-Length", "")
+        self._is_stream = kind.startswith("text/event-stream")
         is_long = length.isascii() and length.isdigit() and int(length) > MOST_NBYTES
-        found = FirstOutput.HERE if is_long else FirstOutput.NOT_YET
-    return FirstOutput.HERE if len(beginning) > MOST_NBYTES else found
+        is_json = kind.startswith("application/json") and not is_long
+        is_plain = headers.get("Content-Encoding", "identity") == "identity"
+        self._skips = not (is_plain and (self._is_stream or is_json))
+        self._nbytes = 0
+        self._rest = b""  # what is not read yet: of a stream the last line, else all
+
+    def read(self, piece: bytes, *, is_whole: bool = False) -> FirstOutput:
+        """Read the next bytes; ``is_whole``: they are the last ones."""
+        self._nbytes += len(piece)
+        if self._skips:
+            return FirstOutput.HERE
+        self._rest += piece
+        if self._is_stream:
+            if is_whole:
+                self._rest += b"\n"
+            found = self._read_lines()
+            if found is FirstOutput.NOT_YET and is_whole:
+                return FirstOutput.ABORTED
+        else:
+            found = _of_body(self._rest) if is_whole else FirstOutput.NOT_YET
+        if found is FirstOutput.NOT_YET and self._nbytes > MOST_NBYTES:
+            return FirstOutput.HERE
+        return found
+
+    def _read_lines(self) -> FirstOutput:
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            data = event_data(line)
+            if data is None:
+                continue
+            found = FirstOutput.ABORTED if data == DONE else _of_event(data)
+            if found is not FirstOutput.NOT_YET:
+                return found
+        return FirstOutput.NOT_YET
 
 
 def _of_body(body: bytes) -> FirstOutput:
@@ -110,25 +136,12 @@ def _of_body(body: bytes) -> FirstOutput:
         found = msgspec.json.decode(body, type=_Body)
     except UNREADABLE:
         return FirstOutput.HERE
-    if found.choices is not None:
-        is_aborted = any(choice.finish_reason == ABORT for choice in found.choices)
+    used = found.usage or _Usage()
+    if found.choices is None:
+        is_aborted = used.output_tokens == 0
     else:
-        ended = found.type != "message" or found.stop_reason is not None
-        is_aborted = found.usage == _NO_TOKENS or not ended
+        is_aborted = not used.completion_tokens and _is_aborted(found.choices)
     return FirstOutput.ABORTED if is_aborted else FirstOutput.HERE
-
-
-def _of_stream(beginning: bytes) -> FirstOutput:
-    """Of the whole lines of a stream's beginning."""
-    lines = beginning.split(b"\n")
-    for line in lines[:-1]:
-        data = event_data(line)
-        if data is None:
-            continue
-        found = FirstOutput.ABORTED if data == DONE else _of_event(data)
-        if found is not FirstOutput.NOT_YET:
-            return found
-    return FirstOutput.NOT_YET
 
 
 def _of_event(data: bytes) -> FirstOutput:
@@ -138,21 +151,27 @@ def _of_event(data: bytes) -> FirstOutput:
         return FirstOutput.HERE
     if event.type == "response.failed" or not is_empty(event.error):
         return FirstOutput.HERE
-    if event.choices is not None:
-        if any(choice.finish_reason == ABORT for choice in event.choices):
-            return FirstOutput.ABORTED
-        has_none = all(map(_is_role_alone, event.choices))  # of a usage there is no choice
+    if event.choices is not None:  # none of a usage
+        has_output, is_aborted = any(map(_has_output, event.choices)), _is_aborted(event.choices)
     else:
-        used = event.usage if event.response is None else event.response.usage
-        if used == _NO_TOKENS and event.type not in _BEFORE_OUTPUT:
-            return FirstOutput.ABORTED
-        has_none = event.type in _BEFORE_OUTPUT
-    return FirstOutput.NOT_YET if has_none else FirstOutput.HERE
+        used = (event if event.response is None else event.response).usage or _Usage()
+        has_output = event.type not in _BEFORE_OUTPUT
+        is_aborted = has_output and used.output_tokens == 0
+        has_output = has_output and not is_aborted
+    if has_output:
+        return FirstOutput.HERE
+    return FirstOutput.ABORTED if is_aborted else FirstOutput.NOT_YET
 
 
-def _is_role_alone(choice: _BegunChoice) -> bool:
-    """Whether it only begins a message: no token has been generated for it."""
-    delta = choice.delta
-    if delta is None or choice.finish_reason is not None or "role" not in delta:
-        return False
-    return not any(value for name, value in delta.items() if name != "role")
+def _is_aborted(choices: list[_BegunChoice]) -> bool:
+    return any(choice.finish_reason == ABORT for choice in choices)
+
+
+def _has_output(choice: _BegunChoice) -> bool:
+    """Whether a token has been generated; its text may be empty."""
+    delta = choice.delta or {}
+    if choice.text or any(value for name, value in delta.items() if name != "role"):
+        return True
+    if choice.finish_reason is not None:
+        return choice.finish_reason != ABORT
+    return "role" not in delta

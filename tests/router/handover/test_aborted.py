@@ -13,11 +13,12 @@ from aiohttp import web
 
 from pdconn.router.openai.requests import Route
 from tests.fakes.deployment import deployment
-from tests.fakes.event_loop import in_loop
-from tests.fakes.fake_engine import ANSWER, CHUNKS, FakeEngine, Seen, stream_of
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, CHUNKS, FakeEngine, Seen, error, stream_of
 from tests.router.openai.aborted import EVENTS, aborts, stream_pieces
 
 PATHS = [route.path for route in Route]
+ROLE = stream_pieces(Route.CHAT, EVENTS[Route.CHAT])[0]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
@@ -29,8 +30,10 @@ async def test_another_decode_engine_answers(path: str, stream: bool) -> None:
         reply = await d.complete(path, stream=stream)
         assert (reply.status, reply.body) == (200, b"".join(CHUNKS) if stream else ANSWER)
         assert reply.headers["X-Pdconn-Engine"] == d.decode[1].url
-        # The first may have used the ticket.
+        # The first may have used the ticket, and has not told the lender that it is not needed.
         assert [bool(one.seen[0].params) for one in d.decode] == [True, False]
+        await until(lambda: d.metric("unused_tickets_total", outcome="returned") == 1)
+        assert (d.leases.granted, d.leases.held) == (1, set())
         assert d.metric("direct_requests_total", reason="ticket_spent") == 1
         assert d.outcome("ok", path) == 1
         assert d.metric("retries_total", role="decode", engine=d.decode[0].url) == 1
@@ -93,7 +96,7 @@ async def test_without_another_prefill_engine_decode_computes() -> None:
 
 @in_loop
 async def test_a_batch_of_chats_goes_to_another_engine() -> None:
-    cut = {"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}]}
+    cut = {"choices": [{"finish_reason": "abort"}, {"finish_reason": "abort"}]}
 
     async with deployment(num_decode=2) as d:
         d.decode[0].other = lambda seen: web.json_response(cut)
@@ -103,6 +106,46 @@ async def test_a_batch_of_chats_goes_to_another_engine() -> None:
         assert len(d.decode[0].others) >= 1
 
 
+@pytest.mark.parametrize("beginning", [b": keep-alive\n\n", ROLE], ids=["comment", "role"])
+@in_loop
+async def test_a_beginning_is_held_back_for_a_second_and_no_longer(beginning: bytes) -> None:
+    """What keeps a connection alive is to do so; reasoning that is hidden may take minutes."""
+    go_on = asyncio.Event()
+
+    async def says_little(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(beginning)
+        await go_on.wait()
+        await response.write(CHUNKS[0])
+        await response.write_eof()
+        return response
+
+    async with deployment() as d:
+        d.decode[0].script = says_little
+        body = {"model": "m", "messages": [], "stream": True}
+        async with d.client.post(d.url("/v1/chat/completions"), json=body) as reply:
+            assert await reply.content.readany() == beginning
+            go_on.set()
+            assert await reply.content.read() == CHUNKS[0]
+        assert d.outcome("ok", "/v1/chat/completions") == 1
+
+
+@in_loop
+async def test_a_response_that_is_kept_where_it_is_aborted_is_not_said_to_be_unknown() -> None:
+    """Its client would give the conversation up."""
+    body = {"previous_response_id": "resp_1", "input": "hi"}
+
+    async def unknown(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+        return error(404, "Response not found")
+
+    async with deployment(num_decode=2) as d:
+        d.decode[0].script, d.decode[1].script = aborts, unknown
+        assert (await d.complete("/v1/responses", **body)).status == 503
+        d.decode[0].script = unknown
+        assert (await d.complete("/v1/responses", **body)).status == 404
+
+
 @in_loop
 async def test_a_client_that_leaves_while_the_beginning_is_held_back_aborts_its_request() -> None:
     at_role = asyncio.Event()
@@ -110,7 +153,7 @@ async def test_a_client_that_leaves_while_the_beginning_is_held_back_aborts_its_
     async def hangs(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
-        await response.write(stream_pieces(Route.CHAT, EVENTS[Route.CHAT])[0])
+        await response.write(ROLE)
         at_role.set()
         await asyncio.sleep(60)
         return response

@@ -74,8 +74,9 @@ def stream_pieces(route: Route, events: list[Event]) -> list[bytes]:
 
 
 async def aborts(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
-    """A script: the engine ends the request before it has generated anything."""
+    """A script: the engine rejects the request, and does not tell its lender."""
     del engine
+    seen.is_rejected = True
     route = next(one for one in Route if one.path == seen.path)
     if not seen.body.get("stream"):
         return web.json_response(BODIES[route])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.router.openai.bodies import MOST_NBYTES, AnswerReader
-from pdconn.router.openai.first_output import FirstOutput, first_output
+from pdconn.router.openai.first_output import FirstOutput, OutputSearch
 from pdconn.router.openai.requests import Route
 from tests.router.openai.aborted import BODIES, EVENTS, stream_pieces, usage_alone
 
@@ -57,10 +57,29 @@ BEGINNINGS: dict[Route, list[list[dict[str, Any]]]] = {
 """Events up to the first that a client is to have."""
 
 
+def first_output(
+    headers: dict[str, str], body: bytes, *, is_whole: bool, nbytes: int = MOST_NBYTES
+) -> FirstOutput:
+    """What is found in a beginning that arrives in pieces of so many bytes."""
+    search, found = OutputSearch(headers), FirstOutput.NOT_YET
+    starts = range(0, len(body), nbytes) or [0]
+    for start in starts:
+        is_last = is_whole and start == starts[-1]
+        found = search.read(body[start : start + nbytes], is_whole=is_last)
+        if found is not FirstOutput.NOT_YET:
+            break
+    return found
+
+
 def found_by_length(pieces: list[bytes]) -> list[FirstOutput]:
-    """Of each beginning of a stream, by its length."""
+    """Of each beginning of a stream, by its length; it is the same byte by byte."""
     whole = b"".join(pieces)
-    return [first_output(SSE, whole[:length], is_whole=False) for length in range(len(whole) + 1)]
+    found = []
+    for length in range(len(whole) + 1):
+        at_once = first_output(SSE, whole[:length], is_whole=False)
+        assert first_output(SSE, whole[:length], is_whole=False, nbytes=1) is at_once
+        found.append(at_once)
+    return found
 
 
 @pytest.mark.parametrize("counts", [False, True], ids=["", "with usage"])
@@ -93,11 +112,20 @@ def test_a_stream_that_ends_without_output_or_an_end_is_aborted(route: Route) ->
     assert first_output(SSE, first, is_whole=True) is FirstOutput.ABORTED
 
 
-@pytest.mark.parametrize("kind", ["text", "an event of four"])
-def test_an_abort_that_comes_with_the_first_tokens_is_one(kind: str) -> None:
-    event = text("a b c", "abort") if kind == "text" else delta("abort", content="a b c")
-    pieces = stream_pieces(Route.COMPLETIONS, [event])
-    assert first_output(SSE, pieces[0], is_whole=False) is FirstOutput.ABORTED
+@pytest.mark.parametrize("event", [text("", "abort"), delta("abort"), delta("abort", content="")])
+def test_an_abort_that_is_named_is_one(event: dict[str, Any]) -> None:
+    piece = stream_pieces(Route.COMPLETIONS, [event])[0]
+    assert first_output(SSE, piece, is_whole=False) is FirstOutput.ABORTED
+
+
+@pytest.mark.parametrize(
+    "event", [text("a b c", "abort"), delta("abort", content="a b c"), {"choices": [{}, {}]}]
+)
+def test_what_was_generated_is_the_clients_also_where_an_abort_ends_it(
+    event: dict[str, Any],
+) -> None:
+    piece = stream_pieces(Route.COMPLETIONS, [event])[0]
+    assert first_output(SSE, piece, is_whole=False) is FirstOutput.HERE
 
 
 WHOLE: dict[Route, list[dict[str, Any]]] = {
@@ -129,11 +157,28 @@ def test_a_body_is_judged_when_it_is_whole(route: Route) -> None:
         assert first_output(JSON, data, is_whole=True) is expected
 
 
-def test_what_was_generated_before_an_abort_is_no_answer_either() -> None:
-    cut = json.dumps(text("a b c", "abort")).encode()
-    assert first_output(JSON, cut, is_whole=True) is FirstOutput.ABORTED
-    cut = json.dumps({"type": "message", "usage": {"output_tokens": 3}}).encode()
-    assert first_output(JSON, cut, is_whole=True) is FirstOutput.ABORTED
+def test_the_tokens_of_a_body_are_the_clients_also_where_an_abort_ends_it() -> None:
+    """vLLM's ``/pause`` promises them; one prompt of several may have none."""
+    one = {"text": "a b c", "finish_reason": "abort"}
+    for choices in ([one], [one, {"text": "", "finish_reason": "abort"}]):
+        body = {"choices": choices, "usage": {"completion_tokens": 3}}
+        assert first_output(JSON, json.dumps(body).encode(), is_whole=True) is FirstOutput.HERE
+
+
+def test_what_is_compressed_is_not_read() -> None:
+    for headers in (SSE, JSON):
+        coded = {**headers, "Content-Encoding": "gzip"}
+        assert first_output(coded, b"\x1f\x8b", is_whole=False) is FirstOutput.HERE
+        plain = {**headers, "Content-Encoding": "identity"}
+        assert first_output(plain, b"\x1f\x8b", is_whole=False) is FirstOutput.NOT_YET
+
+
+@pytest.mark.parametrize(
+    "last", ['data: {"error": {"code": 500}}', 'data: {"choices": [{"text": "a"}]}']
+)
+def test_a_last_line_without_an_end_is_read(last: str) -> None:
+    assert first_output(SSE, last.encode(), is_whole=False) is FirstOutput.NOT_YET
+    assert first_output(SSE, last.encode(), is_whole=True) is FirstOutput.HERE
 
 
 def test_no_more_than_the_limit_is_held_back() -> None:
