@@ -52,7 +52,8 @@ def check_all(checks: Checks) -> list[str]:
     checks.killed("router")
     checks.paused("p2")
     checks.unplugged("d2")
-    checks.restarted("p1", "p2", "d1", "d2")
+    checks.restarted("p1", drained=True)
+    checks.restarted("d1", drained=False)
     return elsewhere
 
 

@@ -205,19 +205,23 @@ class Checks:
             return self.pulls(service)
         return float(self.fleet.cards(service)["kv"].sent // 100_000)
 
-    def restarted(self, *services: str) -> Step:
-        """Each engine is drained in the router's file, restarted, and used again once healthy."""
+    def restarted(self, service: str, *, drained: bool) -> Step:
+        """An engine is restarted, and used again once it is healthy.
+
+        ``drained``: in the router's file, before; else the router learns of it by what it answers.
+        """
         began = time.monotonic()
         with self._traffic() as traffic:
-            for service in services:
+            if drained:
                 self.fleet.drain(service)
-                time.sleep(_DRAIN_S)
-                self.fleet.do("restart", service, "--time", "40")
-                self.fleet.await_healthy(service)
+            time.sleep(_DRAIN_S)
+            self.fleet.do("restart", service, "--time", "40")
+            self.fleet.await_healthy(service)
+            if drained:
                 self.fleet.drain(service, draining=False)
-                before = self._handed_over(service)
-                until(lambda: self._handed_over(service) >= before + 1, f"{service} is used")  # noqa: B023
-        return self._judge(f"restart {' '.join(services)}", began, traffic.sent)
+            before = self._handed_over(service)
+            until(lambda: self._handed_over(service) >= before + 1, f"{service} is used")
+        return self._judge(f"{'drain and ' * drained}restart {service}", began, traffic.sent)
 
 
 def elsewhere(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ def our_images() -> dict[str, str]:
 
 
 def build(base: str, say: Say) -> None:
-    """Build both on ``base``; what the builder has kept is not made again.
+    """Build both on ``base``, at once; what the builder has kept is not made again.
 
     Raises:
         DockerFailed: a build fails.
@@ -64,7 +65,8 @@ def build(base: str, say: Say) -> None:
     # Another index than the public one, such as the index of torch's CPU builds.
     if index := os.environ.get("TORCH_INDEX"):
         arguments += ["--build-arg", f"TORCH_INDEX={index}"]
-    for name, dockerfile in our_images().items():
+
+    def build_one(name: str, dockerfile: str) -> None:
         say(f"building {name}")
         words = [builder(), "build", *arguments, "-f", DOCKER.parent / dockerfile, "-t", name]
         before = _image_id(name)
@@ -72,6 +74,10 @@ def build(base: str, say: Say) -> None:
         if before is not None and before != _image_id(name):
             with suppress(DockerFailed):  # a container of a fleet that runs may need it still
                 run(["docker", "rmi", before])
+
+    # Much of a build is waiting for downloads.
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build_one, *zip(*our_images().items(), strict=True)))
 
 
 def _image_id(name: str) -> str | None:
