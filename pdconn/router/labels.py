@@ -145,5 +145,5 @@ class RoleVerdict(LabelValue):
 class IndexKind(LabelValue):
     """What the prefix index is made of: the label ``index`` of ``build_info``."""
 
-    COMPILED = ("compiled", "C++ decodes events and keeps which engine holds which block.")
+    COMPILED = ("compiled", "C++ decodes events, keeps who holds which block, and hashes prompts.")
     PYTHON = ("python", "Python does it, several times slower: nothing was compiled.")

@@ -5,7 +5,7 @@
 
 Scores are timed with their index look-ups, beside a plain list scan (for each block the list
 of its holders, as in published routers) without the cost of its look-ups.  Events are timed
-from the index on, and from the bytes of a message on.
+from the index on, and from the bytes of a message on; prompts from their JSON to their hashes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from pathlib import Path
 import msgspec
 
 from pdconn.router.prefix.block_index import Index
+from pdconn.router.prefix.chains import Chains
+from pdconn.router.prefix.compiled import extension
 from pdconn.router.prefix.groups import GroupSpec
+from pdconn.router.prefix.hashing import HashScheme, read_token_ids
 from pdconn.router.prefix.kv_events import decode_batch
 from pdconn.router.prefix.score import Prompt, Scorer
 from pdconn.tools.output.table import table
 from tests.throughput.index.replay import resident_nbytes
 
 WINDOW = 1024
+PROMPT_TOKENS = 32_000
 NOISE = 200_000
 """Other hashes in the index, for a realistic size."""
 
@@ -229,6 +233,31 @@ def _grown_nbytes(num_hashes: int) -> int:
     return resident_nbytes() - before
 
 
+def prompt_rows(rounds: int) -> list[Row]:
+    """From token ids in JSON to the hashes of their blocks, half of which are new."""
+    rng = random.Random(7)
+    ids = [rng.randrange(50_000) for _ in range(PROMPT_TOKENS)]
+    known = ids[: PROMPT_TOKENS // 2]
+    rows, module = [], extension.module
+    for where, serves, bound_us in (("", module, 3000.0), (", in Python", None, 20_000.0)):
+        chains = Chains(HashScheme("sha256", 16), max_tokens=4 * PROMPT_TOKENS)
+        chains.hashes_of(ids)
+        prompts = iter(
+            [
+                msgspec.json.encode(known + [rng.randrange(50_000) for _ in known])
+                for _ in range(rounds)
+            ]
+        )
+        try:
+            extension.module = serves
+            took_s = timed(lambda: chains.hashes_of(read_token_ids(next(prompts))), rounds)  # noqa: B023
+        finally:
+            extension.module = module
+        what = f"prompt of {PROMPT_TOKENS} token ids, half of it new{where}"
+        rows.append(Row(what, took_s * 1e6, None, "us", bound_us))
+    return rows
+
+
 def measure(rounds: int) -> list[Row]:
     """Every row."""
     small, large = (32, 512, 16), (96, 3750, 64)
@@ -238,6 +267,7 @@ def measure(rounds: int) -> list[Row]:
         score_row("96 pods, 3750 blocks of 64: full hit", large, True, 2000, rounds),
         score_row("96 pods, 3750 blocks of 64: no window", large, False, 2000, rounds),
         linear_row(rounds),
+        *prompt_rows(rounds),
         *event_rows(),
         Row("memory of one hash", hash_nbytes(1_000_000), None, "bytes", 250.0),
     ]

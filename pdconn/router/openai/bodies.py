@@ -143,7 +143,7 @@ def prefix_body(body: ParsedBody, prefix: Sequence[int]) -> bytes:
     return msgspec.json.encode(
         {
             **_hash_fields(body),
-            "prompt": prefix,
+            "prompt": list(prefix),
             "max_tokens": 1,
             "stream": False,
             TICKET_FIELD: lend,

@@ -20,20 +20,28 @@ from __future__ import annotations
 import hashlib
 import pickle
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import ClassVar, TypeAlias
 
 import cbor2
+import msgspec
 import numpy as np
 import xxhash
+from msgspec import Raw
 from numpy.typing import NDArray
 
+from pdconn.router.prefix.compiled import extension
 from transport.errors import FieldError
 
 DEFAULT_SEED = "vllm-none-hash"
 """Seed of the cryptographic algorithms if the engines have no ``PYTHONHASHSEED``."""
+
+MOST_COMPILED_TOKENS = 8192
+"""Tokens of a block above which Python hashes it: pickle cuts what is longer into frames."""
+_COMPILED_PROTOCOL = 5
+"""Of pickle; engines use the highest one of their Python."""
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32]"
 Keys: TypeAlias = tuple[tuple[str | int, ...], ...] | None
@@ -119,6 +127,12 @@ class HashScheme:
     def steps(self) -> Algorithm:
         """The algorithm's row of the table."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled extension hashes blocks without extra keys in this way."""
+        is_known = self.steps.digest is _sha256 and pickle.HIGHEST_PROTOCOL == _COMPILED_PROTOCOL
+        return is_known and self.block_tokens <= MOST_COMPILED_TOKENS
 
     @property
     def root(self) -> bytes:
@@ -225,17 +239,34 @@ def block_keys(extras: Extras, block_tokens: int, num_blocks: int) -> BlockKeys:
     return BlockKeys(usual or None, dict(special))
 
 
+def read_token_ids(json: bytes | Raw) -> Sequence[int]:
+    """The integers of a JSON array.
+
+    Raises:
+        msgspec.DecodeError: it is anything else.
+    """
+    if extension.module is not None:
+        found: array[int] | None = extension.module.token_ids(json)
+        if found is not None:
+            return found
+    return msgspec.json.decode(json, type=list[int])
+
+
 _FIT = "integers of 0 to 2**31 - 1"
 
 
 def as_array(tokens: Tokens) -> NDArray[np.int32]:
-    """Tokens as a vector; returns a vector unchanged.
+    """Tokens as a vector in a row; returns one that is unchanged.
 
     Raises:
         BadPrompt: a value is not an integer from 0 to 2**31 - 1.
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
-        vector = tokens
+        vector = np.require(tokens, np.int32, ("C", "A"))  # a view of another array may be neither
+        if vector.ndim != 1:
+            raise BadPrompt("tokens", "a vector", f"{vector.ndim} dimensions")
+    elif isinstance(tokens, array) and tokens.typecode == "i":
+        vector = np.frombuffer(tokens, dtype=np.int32)
     else:
         try:
             # Unsigned: CPython fills such an array in less than half the time.
@@ -268,22 +299,57 @@ def chain(
         BadPrompt: a token is out of range, or more hashes are known than the prompt has blocks.
     """
     vector = as_array(tokens)
-    num_blocks = vector.size // scheme.block_tokens
+    num_blocks, nbytes = vector.size // scheme.block_tokens, scheme.hash_nbytes
     if len(known) > num_blocks:
         raise BadPrompt("known", f"at most {num_blocks} hashes, one per full block", len(known))
+    if any(type(one) is not bytes or len(one) != nbytes for one in known):
+        raise BadPrompt("known", f"hashes of {nbytes} bytes", known)
     keys = block_keys(extras, scheme.block_tokens, num_blocks)
     parent = known[-1] if known else scheme.root
-    return [*known, *extend(scheme, parent, vector, keys, len(known))]
+    joined = extend(scheme, parent, vector, keys, len(known))
+    starts = range(0, len(joined), nbytes)
+    return [*known, *(joined[start : start + nbytes] for start in starts)]
 
 
 def extend(
     scheme: HashScheme, parent: bytes, tokens: NDArray[np.int32], keys: BlockKeys, first: int
-) -> list[bytes]:
-    """Hashes of the full blocks from ``first`` on; ``parent`` is the hash of the one before."""
-    tail = tokens[first * scheme.block_tokens :]
-    tail = tail[: tail.size - tail.size % scheme.block_tokens]
+) -> bytes:
+    """Joined hashes of the full blocks from ``first`` on; ``parent`` is that of the one before."""
+    size, compiled, pieces = scheme.block_tokens, extension.module, []
+    last = tokens.size // size
+    stretches: Iterable[tuple[int, int, bool]] = [(first, last, False)]
+    if compiled is not None and scheme.is_compiled and keys.usual is None:
+        stretches = _stretches(keys, first, last)
+    for begin, end, is_compiled in stretches:
+        if begin >= end:
+            continue
+        rows = tokens[begin * size : end * size]
+        if compiled is not None and is_compiled:
+            is_cbor = scheme.steps.encode is _cbor
+            pieces.append(compiled.hash_blocks(is_cbor, parent, rows, size, False))
+        else:
+            pieces.append(_extend_in_python(scheme, parent, rows, keys, begin))
+        parent = pieces[-1][-len(parent) :]
+    return b"".join(pieces)
+
+
+def _stretches(keys: BlockKeys, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
+    """Blocks in a row that have no extra keys (True), or that have some."""
+    special = sorted(block for block in keys.special if first <= block < last)
+    for _, run in groupby(enumerate(special), lambda pair: pair[1] - pair[0]):
+        blocks = [block for _, block in run]
+        yield first, blocks[0], True
+        first = blocks[-1] + 1
+        yield blocks[0], first, False
+    yield first, last, True
+
+
+def _extend_in_python(
+    scheme: HashScheme, parent: bytes, tail: NDArray[np.int32], keys: BlockKeys, first: int
+) -> bytes:
+    """Joined hashes of the blocks of ``tail``, of which ``first`` is the number of the first."""
     follow = _extend_cbor if scheme.steps.encode is _cbor else _extend_pickled
-    return follow(scheme, parent, tail, keys, first) if tail.size else []
+    return b"".join(follow(scheme, parent, tail, keys, first))
 
 
 def external(full: bytes) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -43,7 +44,7 @@ from pdconn.router.openai.requests import (
     kind_of,
     text,
 )
-from pdconn.router.prefix.hashing import BadInput, Extras
+from pdconn.router.prefix.hashing import BadInput, Extras, read_token_ids
 from pdconn.router.router_errors import BadBody
 from pdconn.router.routing.models import CannotTokenise, KeyRefused, ModelCatalog, ModelView
 from pdconn.router.routing.routed_request import RoutedRequest
@@ -69,7 +70,7 @@ _SHAPES_TEXT = ("model", "prompt", "add_special_tokens")
 class Tokenised:
     """A prompt's tokens, and the other inputs of its block hashes."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     extras: Extras
 
 
@@ -156,7 +157,7 @@ class Tokeniser:
         if num_tokens > self._most_tokens:
             raise CannotTokenise(f"more than {self._most_tokens} tokens: {num_tokens}")
 
-    def _token_ids(self, body: ParsedBody, bound: _LengthBound) -> list[int] | None:
+    def _token_ids(self, body: ParsedBody, bound: _LengthBound) -> Sequence[int] | None:
         """The token ids in the body, if any; an empty list is no prompt."""
         if body.route is not Route.COMPLETIONS:
             return None
@@ -171,7 +172,7 @@ class Tokeniser:
         if len(memoryview(prompt)) > self._max_nbytes:
             raise CannotTokenise(f"the prompt is a list of more than {self._max_nbytes} bytes")
         try:
-            return msgspec.json.decode(prompt, type=list[int])
+            return read_token_ids(prompt)
         except msgspec.DecodeError:
             pass
         try:
@@ -182,7 +183,7 @@ class Tokeniser:
 
     async def _tokens_of(
         self, request: RoutedRequest, headers: CIMultiDict[str], bound: _LengthBound
-    ) -> list[int]:
+    ) -> Sequence[int]:
         body = request.body
         if body.route is not Route.COMPLETIONS:
             messages = body.fields[body.route.prompt]

@@ -17,6 +17,8 @@ from pdconn.router.prefix.hashing import (
     external,
 )
 
+pytestmark = pytest.mark.usefixtures("in_both")
+
 SCHEME = HashScheme("sha256_cbor", 4)
 CAT, DOG = (Extras(items=(MultimodalItem(name, 9, 6),)) for name in ("cat", "dog"))
 

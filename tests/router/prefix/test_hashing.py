@@ -23,6 +23,8 @@ from pdconn.router.prefix.hashing import (
     external,
 )
 
+pytestmark = pytest.mark.usefixtures("in_both")
+
 EVERY = tuple(ALGORITHMS)
 EDGES = (0, 23, 24, 255, 256, 65535, 65536, 2**31 - 1)
 TOKEN = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**31 - 1))

@@ -1,9 +1,15 @@
 """The compiled part of the index, built from ``module.cpp``."""
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+INTERFACE: int
+HAS_SHA: int
+"""Whether this processor has instructions for SHA-256."""
 
 def decode(
     payload: bytes,
@@ -16,6 +22,23 @@ def decode(
     """Time, events and rank of a batch that is as vLLM writes it; None leaves it to Python.
 
     ``stored`` and ``removed`` are called with the fields of ``Stored`` and ``Removed`` in order.
+    """
+
+def token_ids(json: Buffer, /) -> array[int] | None:
+    """The integers of a JSON array, of type ``i``; None if it holds anything else."""
+
+def hash_blocks(
+    is_cbor: bool,
+    parent: bytes,
+    tokens: NDArray[np.int32],
+    block_tokens: int,
+    is_portable: bool,
+    /,
+) -> bytes:
+    """SHA-256 digests of whole blocks without extra keys, of 32 bytes each, one after the other.
+
+    ``tokens`` are at least 0, and ``block_tokens`` at most 8192.  ``is_portable``: without the
+    processor's instructions.
     """
 
 class HeldBlocks:

@@ -1,4 +1,4 @@
-"""The compiled part of the index: decoding events, and the blocks that pods hold.
+"""The compiled part of the index: events, the blocks that pods hold, and hashes of prompts.
 
 ``module`` is None where it was not built (no C++ compiler at installation), or where
 ``PDCONN_NO_EXTENSIONS=1`` is set; then Python does the same, several times slower
@@ -13,6 +13,8 @@ from types import ModuleType
 from pdconn.router.labels import IndexKind
 
 VARIABLE = "PDCONN_NO_EXTENSIONS"
+INTERFACE = 2
+"""What ``module.cpp`` says of itself: a file of an earlier build may still lie there."""
 
 module: ModuleType | None = None
 why_not = ""
@@ -26,7 +28,10 @@ else:
     except ImportError as error:
         why_not = f"not built, which takes g++ and Python's headers, or does not load ({error})"
     else:
-        module = _blocks
+        if getattr(_blocks, "INTERFACE", None) == INTERFACE:
+            module = _blocks
+        else:
+            why_not = "built from other sources than these, so install pdconn again"
 
 
 def index_kind() -> IndexKind:

@@ -1,4 +1,5 @@
-// The Python module `_blocks`: decode(), and the type HeldBlocks.  See _blocks.pyi.
+// The Python module `_blocks`: decode(), token_ids(), hash_blocks(), and the type HeldBlocks.  See
+// _blocks.pyi.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -12,8 +13,10 @@
 #include <utility>
 #include <vector>
 
+#include "block_chain.hpp"
 #include "events.hpp"
 #include "held_blocks.hpp"
+#include "token_ids.hpp"
 
 namespace {
 
@@ -70,6 +73,12 @@ void expect_arguments(Py_ssize_t got, Py_ssize_t expected) {
     if (got == expected) return;
     PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, got);
     throw PythonError{};
+}
+
+bool is_true(PyObject *argument) {
+    const int found = PyObject_IsTrue(argument);
+    if (found < 0) throw PythonError{};
+    return found != 0;
 }
 
 std::size_t size_of(PyObject *argument) {
@@ -219,6 +228,53 @@ PyObject *decode(PyObject *, PyObject *const *arguments, Py_ssize_t number) {
     });
 }
 
+// --- token_ids --------------------------------------------------------------------------------
+
+PyObject *token_ids(PyObject *, PyObject *json) {
+    return guarded([=]() -> PyObject * {
+        const Buffer bytes(json, PyBUF_SIMPLE);
+        pdconn::TokenIds found({static_cast<const char *>(bytes->buf),
+                                static_cast<std::size_t>(bytes->len)});
+        if (!found.read()) return none().release();
+        const auto *begin = reinterpret_cast<const char *>(found.ids.data());
+        const Ref joined =
+            checked(PyBytes_FromStringAndSize(begin, static_cast<Py_ssize_t>(found.ids.size() * 4)));
+        return checked(PyObject_CallFunction(array_type, "CO", 'i', joined.get())).release();
+    });
+}
+
+// --- hash_blocks ------------------------------------------------------------------------------
+
+constexpr long INTERFACE = 2;  // counted up with each change of what Python calls: extension.py
+
+bool has_sha;  // of this processor
+
+PyObject *hash_blocks(PyObject *, PyObject *const *arguments, Py_ssize_t number) {
+    return guarded([=]() -> PyObject * {
+        expect_arguments(number, 5);
+        const bool is_cbor = is_true(arguments[0]), is_portable = is_true(arguments[4]);
+        const Buffer parent(arguments[1], PyBUF_SIMPLE);
+        const Buffer tokens(arguments[2], PyBUF_CONTIG_RO | PyBUF_FORMAT);
+        const std::size_t block_tokens = size_of(arguments[3]);
+        if (static_cast<std::size_t>(parent->len) != pdconn::DIGEST_NBYTES)
+            fail(PyExc_ValueError, "parent: expected 32 bytes");
+        const std::string_view format = tokens->format ? tokens->format : "B";
+        if (format != "i" || tokens->itemsize != 4)
+            fail(PyExc_TypeError, "tokens: expected integers of 32 bits");
+        if (block_tokens == 0 || block_tokens > pdconn::MOST_BLOCK_TOKENS)
+            fail(PyExc_ValueError, "block_tokens: expected 1 to 8192");
+        const std::size_t blocks = static_cast<std::size_t>(tokens->len) / pdconn::TOKEN_NBYTES / block_tokens;
+        Ref digests = checked(PyBytes_FromStringAndSize(
+            nullptr, static_cast<Py_ssize_t>(blocks * pdconn::DIGEST_NBYTES)));
+        pdconn::hash_blocks(is_cbor ? pdconn::Encoding::CBOR : pdconn::Encoding::PICKLE,
+                            static_cast<const std::uint8_t *>(parent->buf),
+                            static_cast<const std::uint8_t *>(tokens->buf), block_tokens, blocks,
+                            reinterpret_cast<std::uint8_t *>(PyBytes_AS_STRING(digests.get())),
+                            has_sha && !is_portable);
+        return digests.release();
+    });
+}
+
 // --- HeldBlocks -------------------------------------------------------------------------------
 
 struct Held {
@@ -292,14 +348,13 @@ PyObject *store(PyObject *self, PyObject *const *arguments, Py_ssize_t number) {
         expect_arguments(number, 5);
         const Hashes hashes(arguments[2]);
         const std::size_t room = size_of(arguments[3]);
-        const int counts_copies = PyObject_IsTrue(arguments[4]);
-        if (counts_copies < 0) throw PythonError{};
+        const bool counts_copies = is_true(arguments[4]);
         // Last, since what ran before may be Python that changes the planes.
         pdconn::HeldBlocks &blocks = blocks_of(self);
         const std::size_t place = place_of(blocks, arguments[0]);
         const std::size_t plane = plane_of(blocks, arguments[1]);
         return pair_of(
-            blocks.store(place, plane, hashes.data(), hashes.size(), room, counts_copies != 0));
+            blocks.store(place, plane, hashes.data(), hashes.size(), room, counts_copies));
     });
 }
 
@@ -418,6 +473,8 @@ PyType_Spec HELD_SPEC = {
 
 PyMethodDef FUNCTIONS[] = {
     {"decode", as_method(decode), METH_FASTCALL, "Decode a batch of KV events, or return None."},
+    {"token_ids", token_ids, METH_O, "The integers of a JSON array, or None."},
+    {"hash_blocks", as_method(hash_blocks), METH_FASTCALL, "The hashes of a prompt's blocks."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -434,6 +491,10 @@ PyMODINIT_FUNC PyInit__blocks() {
         Ref module = checked(PyModule_Create(&MODULE));
         const Ref type = checked(PyType_FromSpec(&HELD_SPEC));
         if (PyModule_AddObjectRef(module.get(), "HeldBlocks", type.get()) < 0) throw PythonError{};
+        has_sha = pdconn::sha256::has_instructions();
+        if (PyModule_AddIntConstant(module.get(), "INTERFACE", INTERFACE) < 0 ||
+            PyModule_AddIntConstant(module.get(), "HAS_SHA", has_sha) < 0)
+            throw PythonError{};
         array_type = checked(PyObject_GetAttrString(arrays.get(), "array")).release();
         return module.release();
     });
