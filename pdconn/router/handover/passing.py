@@ -82,10 +82,14 @@ class PassThrough:
                 is_unknown = may_ask_all(passing) and answer.status == _NOT_FOUND
                 if failure is None and not is_unknown:
                     return answer
+                if second is not None and is_unknown:
+                    answer.close()  # what is kept says as much, or that an engine failed
+                    continue
                 if second is not None:
                     second.close()
                 second = answer  # perhaps another engine succeeds, or keeps the response
-            if second is not None:
+            # An engine that failed may be the one that keeps the response.
+            if second is not None and not (failures and second.status == _NOT_FOUND):
                 answer, second = second, None
                 return answer
         finally:

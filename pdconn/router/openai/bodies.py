@@ -342,12 +342,14 @@ class _AnswerOrEvent(msgspec.Struct):
     message: _Inner | str | None = None
 
 
-class _Choice(msgspec.Struct):
+class EndedChoice(msgspec.Struct):
+    """A choice of an answer or event, and why it ended; None while it goes on."""
+
     finish_reason: str | None = None
 
 
 class _Choices(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[EndedChoice]
 
 
 class _Error(msgspec.Struct):
@@ -466,12 +468,16 @@ class AnswerReader:
             self.prompt_tokens = usage.prompt
 
 
+def has_abort(choices: Sequence[EndedChoice]) -> bool:
+    """Whether the engine has ended one of them."""
+    return any(choice.finish_reason == ABORT for choice in choices)
+
+
 def _is_aborted(data: bytes) -> bool:
     try:
-        choices = msgspec.json.decode(data, type=_Choices).choices
+        return has_abort(msgspec.json.decode(data, type=_Choices).choices)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    return any(choice.finish_reason == ABORT for choice in choices)
 
 
 def _code(error: Raw) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from pdconn.router.openai.bodies import ABORT, MOST_NBYTES
+from pdconn.router.openai.bodies import ABORT, MOST_NBYTES, EndedChoice, has_abort
 from pdconn.router.openai.event_stream import DONE, event_data
 from pdconn.router.openai.requests import UNREADABLE, is_empty
 
@@ -38,10 +38,9 @@ class FirstOutput(Enum):
     ABORTED = "aborted"
 
 
-class _BegunChoice(msgspec.Struct):
+class _BegunChoice(EndedChoice):
     delta: dict[str, Any] | None = None
     text: str | None = None
-    finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -140,7 +139,7 @@ def _of_body(body: bytes) -> FirstOutput:
     if found.choices is None:
         is_aborted = used.output_tokens == 0
     else:
-        is_aborted = not used.completion_tokens and _is_aborted(found.choices)
+        is_aborted = not used.completion_tokens and has_abort(found.choices)
     return FirstOutput.ABORTED if is_aborted else FirstOutput.HERE
 
 
@@ -152,7 +151,7 @@ def _of_event(data: bytes) -> FirstOutput:
     if event.type == "response.failed" or not is_empty(event.error):
         return FirstOutput.HERE
     if event.choices is not None:  # none of a usage
-        has_output, is_aborted = any(map(_has_output, event.choices)), _is_aborted(event.choices)
+        has_output, is_aborted = any(map(_has_output, event.choices)), has_abort(event.choices)
     else:
         used = (event if event.response is None else event.response).usage or _Usage()
         has_output = event.type not in _BEFORE_OUTPUT
@@ -161,10 +160,6 @@ def _of_event(data: bytes) -> FirstOutput:
     if has_output:
         return FirstOutput.HERE
     return FirstOutput.ABORTED if is_aborted else FirstOutput.NOT_YET
-
-
-def _is_aborted(choices: list[_BegunChoice]) -> bool:
-    return any(choice.finish_reason == ABORT for choice in choices)
 
 
 def _has_output(choice: _BegunChoice) -> bool:

@@ -14,11 +14,28 @@ from aiohttp import web
 from pdconn.router.openai.requests import Route
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
-from tests.fakes.fake_engine import ANSWER, CHUNKS, FakeEngine, Seen, error, stream_of
+from tests.fakes.fake_engine import ANSWER, CHUNKS, FakeEngine, Script, Seen, error, stream_of
 from tests.router.openai.aborted import EVENTS, aborts, stream_pieces
 
 PATHS = [route.path for route in Route]
 ROLE = stream_pieces(Route.CHAT, EVENTS[Route.CHAT])[0]
+
+
+def begins(beginning: bytes, go_on: asyncio.Event, said: asyncio.Event | None = None) -> Script:
+    """A script: a stream of which ``beginning`` is written, and one chunk after ``go_on``."""
+
+    async def script(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(beginning)
+        if said is not None:
+            said.set()
+        await go_on.wait()
+        await response.write(CHUNKS[0])
+        await response.write_eof()
+        return response
+
+    return script
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
@@ -111,18 +128,8 @@ async def test_a_batch_of_chats_goes_to_another_engine() -> None:
 async def test_a_beginning_is_held_back_for_a_second_and_no_longer(beginning: bytes) -> None:
     """What keeps a connection alive is to do so; reasoning that is hidden may take minutes."""
     go_on = asyncio.Event()
-
-    async def says_little(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(beginning)
-        await go_on.wait()
-        await response.write(CHUNKS[0])
-        await response.write_eof()
-        return response
-
     async with deployment() as d:
-        d.decode[0].script = says_little
+        d.decode[0].script = begins(beginning, go_on)
         body = {"model": "m", "messages": [], "stream": True}
         async with d.client.post(d.url("/v1/chat/completions"), json=body) as reply:
             assert await reply.content.readany() == beginning
@@ -146,22 +153,26 @@ async def test_a_response_that_is_kept_where_it_is_aborted_is_not_said_to_be_unk
         assert (await d.complete("/v1/responses", **body)).status == 404
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["failed first", "failed last"])
+@in_loop
+async def test_a_kept_response_is_not_unknown_while_an_engine_fails(order: int) -> None:
+    """As above, on the routes that name a response: one may keep it that answers 503."""
+    async with deployment(num_decode=3) as d:
+        failing, *others = d.decode[::order]
+        failing.other = lambda seen: error(503, "busy")
+        assert (await d.send("/v1/responses/resp_1", method="GET")).status == 503
+        failing.other = others[0].other
+        assert (await d.send("/v1/responses/resp_1", method="GET")).status == 404  # the control
+        await failing.stop()
+        assert (await d.send("/v1/responses/resp_1", method="GET")).status == 503
+
+
 @in_loop
 async def test_a_client_that_leaves_while_the_beginning_is_held_back_aborts_its_request() -> None:
-    at_role = asyncio.Event()
-
-    async def hangs(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(ROLE)
-        at_role.set()
-        await asyncio.sleep(60)
-        return response
-
     async with deployment() as d:
-        d.decode[0].script = hangs
+        d.decode[0].script = begins(ROLE, asyncio.Event(), said := asyncio.Event())
         asked = asyncio.create_task(d.complete("/v1/chat/completions", stream=True))
-        await at_role.wait()
+        await said.wait()
         asked.cancel()
         async with asyncio.timeout(10.0):
             while not d.decode[0].aborted:

@@ -141,7 +141,7 @@ def await_freed(prefill: Engine, within_s: float) -> None:
 
 
 def shape(value: Any, like: Any) -> Any:
-    """As much of ``value`` as ``like`` has."""
+    """As much of ``value`` as ``like`` has; of a number that is not 0, that it is one."""
     if isinstance(like, dict) and isinstance(value, dict):
         return {name: shape(value.get(name), like[name]) for name in like}
     if isinstance(like, list) and isinstance(value, list) and len(value) == len(like):
